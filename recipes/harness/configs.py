@@ -174,9 +174,12 @@ def find_problems(keys: dict) -> list[str]:
     """Everything that is wrong with the keys of a YAML: with their names and types first, then what contradicts."""
     if problems := wrong_keys(keys, TOP_KEYS):
         return problems
-    fsdp, parallelism, kind = keys.get("fsdp_config", {}), keys.get("parallelism_config", {}), keys.get("distributed_type")
+    fsdp = keys.get("fsdp_config", {})
+    parallelism = keys.get("parallelism_config", {})
+    kind = keys.get("distributed_type")
     problems += wrong_keys(fsdp, FSDP2_KEYS | OWN_KEYS) + wrong_keys(parallelism, PARALLELISM_KEYS)
-    kinds, required = TOP_KEYS | FSDP2_KEYS, ["distributed_type"]
+    kinds = TOP_KEYS | FSDP2_KEYS
+    required = ["distributed_type"]
     if kind == "FSDP":
         required += ["fsdp_version", "fsdp_auto_wrap_policy"]
     elif fsdp:
@@ -197,7 +200,8 @@ def find_problems(keys: dict) -> list[str]:
     if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
         problems.append(f"gpu_ids is {keys['gpu_ids']!r}, expected all, or numbers of GPUs such as 0,2")
     problems += [f"{key} is {size}, expected a number of GPUs or replicas" for key, size in parallelism.items() if size < 1]
-    processes, machines = keys.get("num_processes", 1), keys.get("num_machines", 1)
+    processes = keys.get("num_processes", 1)
+    machines = keys.get("num_machines", 1)
     if min(processes, machines) < 1 or processes % machines:
         problems.append(f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
     elif kind == "NO" and processes > 1:

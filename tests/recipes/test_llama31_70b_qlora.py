@@ -94,11 +94,3 @@ def test_model_on_a_gpu_before_it_is_sharded():
     model = SimpleNamespace(is_loaded_in_4bit=True, parameters=lambda: [layer], named_parameters=lambda: [("layer.0", layer)])
     with pytest.raises(RuntimeError, match=r"layer\.0 is on a GPU before it is sharded"):
         quantized.prepare_quantized_model(SimpleNamespace(model=model, is_fsdp_enabled=True))
-
-
-class Model(torch.nn.Module):
-    is_loaded_in_4bit, _no_split_modules = True, ("Linear",)
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 8)

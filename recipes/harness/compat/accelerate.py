@@ -56,7 +56,8 @@ def allow_fsdp_on_cpu() -> None:
     def prepare_backend(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
 
-    PartialState.__init__, PartialState._prepare_backend = initialize_without_cpu, prepare_backend
+    PartialState.__init__ = initialize_without_cpu
+    PartialState._prepare_backend = prepare_backend
 
 
 @changes(
@@ -92,7 +93,8 @@ def hide_saved_buffers(trainer: Any) -> list[tuple[Any, str]]:
     """
     import torch
 
-    saved, hidden = trainer.model.state_dict().keys(), []
+    saved = trainer.model.state_dict().keys()
+    hidden = []
     for prefix, module in trainer.model.named_modules():
         for name, value in list(module.named_buffers(recurse=False)):
             if (f"{prefix}.{name}" if prefix else name) in saved:

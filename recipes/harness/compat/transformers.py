@@ -235,7 +235,8 @@ class TrainerWithHooks:
 
         A part of a model is never used, or only for some rows. torch makes no state for a frozen weight.
         """
-        sharded, without = Path(checkpoint, f"{OPTIMIZER_NAME}_0"), []
+        sharded = Path(checkpoint, f"{OPTIMIZER_NAME}_0")
+        without = []
         if sharded.is_dir():
             saved = FileSystemReader(sharded).read_metadata().state_dict_metadata
             with_state = {name.rpartition(".")[0] for name in saved}

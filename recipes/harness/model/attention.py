@@ -51,7 +51,8 @@ def dtype_of_products(training_args: TrainingArguments, otherwise: str) -> str:
 
 def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:
     """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     if not name:  # the recipe makes its model itself
         return None, None
     known = tiny.family_of(name) if is_tiny else None

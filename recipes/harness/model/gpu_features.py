@@ -67,7 +67,8 @@ def why_not_triton() -> str:
 def problem_of_varlen() -> str:
     """Why PyTorch's FlashAttention does not run on this machine's GPU, "" if it does. Not every build of PyTorch has it."""
     try:
-        tokens, ends = torch.zeros(8, 1, 8, dtype=torch.float16, device="cuda"), torch.tensor([0, 8], device="cuda")
+        tokens = torch.zeros(8, 1, 8, dtype=torch.float16, device="cuda")
+        ends = torch.tensor([0, 8], device="cuda")
         varlen_attn(tokens, tokens, tokens, ends.int(), ends.int(), 8, 8, window_size=(-1, 0))
         torch.cuda.synchronize()
     except Exception as error:  # not built, no kernel for this GPU: each raises its own type

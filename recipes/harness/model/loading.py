@@ -133,7 +133,8 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
     """Raises UserError unless config and tokenizer of the model can be read, and fit each other and the run."""
     from transformers import AutoTokenizer
 
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     check_model_exists(name, revision)
     check_architecture(training_args, model_args, name)
     with hub_errors("model", name):
@@ -151,13 +152,15 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
         raise UserError(
             f"--model_name_or_path: {name} has no tokenizer ({' or '.join(files)}): copy it from the source of the weights"
         )
-    vocabulary, largest_token = getattr(config.get_text_config(), "vocab_size", None), max(tokenizer.get_vocab().values())
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    largest_token = max(tokenizer.get_vocab().values())
     if vocabulary and largest_token >= vocabulary:
         raise UserError(
             f"--model_name_or_path: the tokenizer of {name} has tokens up to {largest_token}, but the model's vocab_size is "
             f"{vocabulary}: copy the tokenizer's files from the source of the weights"
         )
-    positions, length = count_positions(config.get_text_config()), length_of_rows(training_args)
+    positions = count_positions(config.get_text_config())
+    length = length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
 
@@ -190,7 +193,8 @@ def count_positions(config: PreTrainedConfig) -> int | None:
 
 def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
     """The model without its weights, on the meta device."""
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     with hub_errors("model", name), torch.device("meta"):
         config = AutoConfig.from_pretrained(name, revision=revision)
         if model_args.lora_task_type == "SEQ_CLS":  # set by a recipe for a classifier or a reward model
@@ -223,9 +227,11 @@ def keep_adapter_in_text_part(model_args: ModelConfig, is_tiny: bool) -> None:
 
 def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
     """The model with its adapter on the meta device. Raises UserError for a name that PEFT would ignore next to known ones."""
-    model, settings = build_on_meta(model_args), get_peft_config(model_args)
+    model = build_on_meta(model_args)
+    settings = get_peft_config(model_args)
     modules = [path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
-    weights, linear = [path for path, _ in model.named_parameters()], linear_modules(model)
+    weights = [path for path, _ in model.named_parameters()]
+    linear = linear_modules(model)
     problem = None
     try:
         with torch.device("meta"):

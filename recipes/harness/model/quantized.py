@@ -50,22 +50,26 @@ def quantized_folder(model_args: ModelConfig) -> Path:
     digest = hashlib.sha256(repr(options).encode()).hexdigest()[:8]
     tiny_models = tiny.FOLDER.absolute()
     if local.is_relative_to(tiny_models):
-        root, name = tiny_models.with_name(".quantized"), local.name
+        root = tiny_models.with_name(".quantized")
+        name = local.name
     else:  # the end of the name is for people; the digest tells models apart
-        root, name = Path(HF_HOME, "quantized"), model.strip("/").replace("/", "--")
+        root = Path(HF_HOME, "quantized")
+        name = model.strip("/").replace("/", "--")
     return root / f"{name[-80:]}-{model_args.bnb_4bit_quant_type}-{digest}"
 
 
 def quantize_once(model_args: ModelConfig) -> None:
     """Quantizes a model unless its folder exists. Only one process at a time does it; an interrupted one is continued."""
-    folder, name = quantized_folder(model_args), model_args.model_name_or_path
+    folder = quantized_folder(model_args)
+    name = model_args.model_name_or_path
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
             print_once(f"The 4-bit weights of {name} are in {folder}.")
             return
         print_once(f"Quantizing {name} to 4 bits, once, into {folder} …")
-        draft, threads = folder.with_name(f".{folder.name}.draft"), torch.get_num_threads()
+        draft = folder.with_name(f".{folder.name}.draft")
+        threads = torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         try:
             quantize_files(model_args, draft)
@@ -93,7 +97,8 @@ def quantize_files(model_args: ModelConfig, folder: Path) -> None:
 
     quantization = trl.get_quantization_config(model_args)
     dtype = getattr(torch, model_args.dtype)
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     config = AutoConfig.from_pretrained(name, revision=revision)
     with torch.device("meta"):
         model = tiny.make_model(config)
@@ -128,7 +133,8 @@ def quantize_files(model_args: ModelConfig, folder: Path) -> None:
         raise UserError(f"--load_in_4bit: {source} has no weight {min(missing)} in safetensors, so it cannot be quantized")
 
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
-    config.dtype, config.quantization_config = dtype, quantization.to_dict()
+    config.dtype = dtype
+    config.quantization_config = quantization.to_dict()
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(folder)
     write_json(folder / SOURCE, {"model": name, "revision": revision})

@@ -52,7 +52,8 @@ def attend_within_documents(
     needed = ["dropout"] if dropout else [name for name in REFUSED if options.get(name) is not None]
     if needed:
         raise UserError(f"--attn_implementation {VARLEN} has no {needed[0]}, which this model needs: pass another one")
-    device, size = query.device.type, value.shape[-1]
+    device = query.device.type
+    size = value.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # of latent attention, value heads are smaller
     tokens = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
@@ -61,7 +62,8 @@ def attend_within_documents(
     if device == "cpu" and type(query) is torch.Tensor:  # not a fake tensor of --plan
         output = attend_on_cpu(*tokens, cu_seq_lens_q, max_length_q, scaling, window)
     else:
-        ends, longest = cu_seq_lens_q, max_length_q
+        ends = cu_seq_lens_q
+        longest = max_length_q
         output = varlen_attn(*tokens, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
     return output[None, :, :, :size], None
 
@@ -85,7 +87,8 @@ def attend_on_cpu(
     window: tuple[int, int],
 ) -> torch.Tensor:
     """What `varlen_attn` computes, for rehearsals: it has no CPU kernel. Tensors are (tokens, heads, head size)."""
-    outputs, lengths = [], ends.diff().tolist()
+    outputs = []
+    lengths = ends.diff().tolist()
     for length, *document in zip(lengths, *(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
         mask = None if window in ((-1, 0), (-1, -1)) else mask_of_window(length, *window)
         query, key, value = (part.transpose(0, 1)[None] for part in document)

@@ -28,7 +28,8 @@ class StepReader:
     """
 
     def __init__(self, trainer: Trainer, position: StreamPosition) -> None:
-        self.trainer, self.position = trainer, position
+        self.trainer = trainer
+        self.position = position
         self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
         self.steps: queue.Queue[Step | BaseException] | None = None  # that were read ahead
 
@@ -73,7 +74,8 @@ class AgreedReader(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition, resumed_from: int) -> None:
-        self.trainer, self.position = trainer, position
+        self.trainer = trainer
+        self.position = position
         self.reader = StepReader(trainer, position)
         self.group = group if self.reader.is_stream else None
         self.saved_step = resumed_from  # of the last checkpoint
@@ -82,14 +84,17 @@ class AgreedReader(TrainerCallback):
 
     def read(self, iterator: Iterator, count: int) -> list[dict]:
         """The micro-batches of the next step, [] on all processes if one of them has none. Collective."""
-        batches, states, code = [], {}, 0
+        batches = []
+        states = {}
+        code = 0
         try:
             batches, states = self.reader.next_step(iterator, count)
         except Exception as error:
             reason = str(error) if isinstance(error, HubLost) else temporary_failure(error)  # the latter of `datasets`
             if not self.reader.is_stream or not (reason or isinstance(error, UserError)):
                 raise
-            self.error, code = reason or str(error), OUT_OF_TIME if reason else 2
+            self.error = reason or str(error)
+            code = OUT_OF_TIME if reason else 2
         self.exit_code = maximum(code, self.group)
         if self.exit_code:
             self.trainer.control.should_training_stop = self.trainer.control.should_log = True

@@ -53,10 +53,14 @@ class Checkpoints(TrainerCallback):
 
     def __init__(self, trainer: Trainer, progress: Progress, run: Run, original: PreTrainedConfig | None = None) -> None:
         """`original`: see `load_original_config`."""
-        self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
-        self.run, self.original = run, original
+        self.trainer = trainer
+        self.progress = progress
+        self.output_dir = Path(trainer.args.output_dir)
+        self.run = run
+        self.original = original
         self.trained = names_of_trained(trainer.model)
-        self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
+        self.limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None  # so that transformers deletes none
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Mends the state of a resumed run: which checkpoint is the best, and how often this run logs, evaluates and saves.
@@ -103,7 +107,8 @@ class Checkpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Waits until all files of a checkpoint are on the disk, then writes its completion marker."""
-        process, checkpoint = PartialState(), self.output_dir / f"checkpoint-{state.global_step}"
+        process = PartialState()
+        checkpoint = self.output_dir / f"checkpoint-{state.global_step}"
         progress = self.progress.so_far()
         process.wait_for_everyone()
         if process.is_main_process:
@@ -126,7 +131,8 @@ class Checkpoints(TrainerCallback):
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""
         config = copy.deepcopy(model.config)
-        config.dtype, config.use_cache = self.original.dtype or torch.float32, getattr(self.original, "use_cache", True)
+        config.dtype = self.original.dtype or torch.float32
+        config.use_cache = getattr(self.original, "use_cache", True)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.save_pretrained(checkpoint)
         if self.trainer.processing_class:
@@ -242,7 +248,8 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
             "exactly, but some rows are trained on twice or never"
         )
         return
-    old_rows, new_rows = rows_per_step(before), rows_per_step(now)
+    old_rows = rows_per_step(before)
+    new_rows = rows_per_step(now)
     if old_rows == new_rows:
         return
     outcome = "the stream is read on where it stopped, so no row is trained on twice"
@@ -270,14 +277,17 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
 
     Reads names and shapes only. Call it before the model is sharded.
     """
-    trained, trained_before = names_of_trained(model), read_marker(checkpoint).get("trained")
+    trained = names_of_trained(model)
+    trained_before = read_marker(checkpoint).get("trained")
     if trained_before is not None and trained != trained_before:  # the states of the optimizer are in this order
-        before, now = in_words(trained_before, trained), in_words(trained, trained_before)
+        before = in_words(trained_before, trained)
+        now = in_words(trained, trained_before)
         raise UserError(
             f"--output_dir: the run in {checkpoint} trained {before}, this one trains {now}, so the states of the optimizer do "
             "not fit. Train the same weights in the same order, or choose another --output_dir"
         )
-    is_sharded, is_adapter = (checkpoint / folder.SHARDED).is_dir(), isinstance(model, PeftModel)
+    is_sharded = (checkpoint / folder.SHARDED).is_dir()
+    is_adapter = isinstance(model, PeftModel)
     saved = shapes_of_sharded_files(checkpoint / folder.SHARDED) if is_sharded else shapes_of_files(checkpoint)
     if not saved or is_of_another_library(model):
         return  # an adapter in a folder of its own; or files that name weights otherwise, which the trainer checks

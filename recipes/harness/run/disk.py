@@ -30,7 +30,8 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     if trainer.args.save_strategy != "no":
         wanted = 3 if trainer.args.metric_for_best_model else 2
     missing = max(0, wanted - len(folder.checkpoints(run)))
-    needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
+    needed = missing * checkpoint_size + model_size
+    free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
             f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)}: "

@@ -105,7 +105,8 @@ def _memory_message(error: Exception, trainer: Any = None) -> str:
     if not torch.cuda.is_available() or _is_host_memory(error):
         return f"{process}the host ran out of memory {moment}: {HOST_ADVICE}"
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peak = torch.cuda.max_memory_allocated()
+    reserved = torch.cuda.max_memory_reserved()
     return (
         f"{process}the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved) ran out of memory "
         f"{moment}. `./launch.sh --plan` with the same recipe, config and flags shows what needs it, and which changes save most"

@@ -46,8 +46,10 @@ def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
     """Tokens and labels of a row as the model gets them, and the lengths of its documents."""
     columns = ("input_ids", "labels", "seq_lengths", "attention_mask")
     batch = trainer.data_collator([{name: row[name] for name in columns if name in row}])
-    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    ids = batch["input_ids"][0]
+    labels = batch["labels"][0]
     if batch.get("attention_mask") is not None:
         is_token = batch["attention_mask"][0].bool()
-        ids, labels = ids[is_token], labels[is_token]
+        ids = ids[is_token]
+        labels = labels[is_token]
     return {"input_ids": ids.tolist(), "labels": labels.tolist(), "seq_lengths": row.get("seq_lengths") or [len(ids)]}

@@ -147,7 +147,8 @@ def is_cross_entropy(trainer: Trainer) -> bool:
 
     It is not with DPO, classifiers, DFT, label smoothing and a loss of the recipe's own, which could add anything to it.
     """
-    args, model = trainer.args, base_of(trainer.accelerator.unwrap_model(trainer.model))
+    args = trainer.args
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
     if own_loss(trainer) or args.label_smoothing_factor or "nll" not in getattr(args, "loss_type", "nll"):
         return False
     if isinstance(trainer, SFTTrainer):
@@ -208,7 +209,8 @@ def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, floa
 
     The second is None if no number is passed, and if the loss does not say it: it is 0 or NaN, as without any label.
     """
-    tokens, args = loss.tokens(batch), trainer.args
+    tokens = loss.tokens(batch)
+    args = trainer.args
     if tokens is None or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
         return 1.0, None
     once, twice = (loss_of(trainer, batch, tokens.float() * times) for times in (1, 2))
@@ -282,8 +284,10 @@ def unchanged(trainer: Trainer) -> Iterator[None]:
     modes = [(module, module.training) for module in trainer.model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
     numbers = {name: value for name, value in vars(trainer).items() if isinstance(value, int | float)}
-    metrics, logged = logged_metrics(trainer), copy.deepcopy(logged_metrics(trainer))
-    state, of_numpy = random.getstate(), numpy.random.get_state()
+    metrics = logged_metrics(trainer)
+    logged = copy.deepcopy(logged_metrics(trainer))
+    state = random.getstate()
+    of_numpy = numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         yield

@@ -13,7 +13,8 @@ class Profile(TrainerCallback):
     """Each process writes the trace of a step to `profile/` in the output directory, the first one also the table."""
 
     def __init__(self, args: TrainingArguments) -> None:
-        self.folder, self.rank = Path(args.output_dir, "profile"), args.process_index
+        self.folder = Path(args.output_dir, "profile")
+        self.rank = args.process_index
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         others = max(0, state.max_steps - state.global_step - 2)  # besides the recorded one and one before it

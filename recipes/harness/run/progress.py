@@ -44,24 +44,36 @@ class Progress(TrainerCallback):
 
     def __init__(self, trainer: Trainer, before: dict) -> None:
         """`before`: what `so_far` returned when the checkpoint was written, {} for a new run."""
-        self.trainer, self.before = trainer, before
+        self.trainer = trainer
+        self.before = before
         # Of this start; `before` has those of earlier ones.
-        self.rows, self.tokens, self.loss_tokens, self.seconds = 0, 0, 0, 0.0
+        self.rows = 0
+        self.tokens = 0
+        self.loss_tokens = 0
+        self.seconds = 0.0
         self.running_since: float | None = None  # None during evaluations and checkpoints
-        self.first_step, self.began, self.ended = 0, time.monotonic(), None  # set by `on_train_begin` and `on_train_end`
+        self.first_step = 0
+        self.began = time.monotonic()
+        self.ended: float | None = None  # set by `on_train_end`
         self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
-        self.logged_rows, self.logged_tokens, self.logged_seconds = 0, 0, 0.0  # at the last log
+        # At the last log.
+        self.logged_rows = 0
+        self.logged_tokens = 0
+        self.logged_seconds = 0.0
         self.seconds_left: float | None = None
 
     def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """To be called with the batches of every step, and the tokens in the loss over all processes."""
         for batch in batches:
             rows, tokens = size_of(batch)
-            self.rows, self.tokens = self.rows + rows, self.tokens + tokens
+            self.rows += rows
+            self.tokens += tokens
         self.loss_tokens = self.loss_tokens + (loss_tokens if loss_tokens is not None else 0)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self.first_step, self.began, self.ended = state.global_step, time.monotonic(), None
+        self.first_step = state.global_step
+        self.began = time.monotonic()
+        self.ended = None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.running_since is None:
@@ -100,7 +112,8 @@ class Progress(TrainerCallback):
     on_save = on_evaluate
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self.running_since, self.ended = None, time.monotonic()
+        self.running_since = None
+        self.ended = time.monotonic()
 
     def log_fields(self, logs: dict) -> dict[str, float]:
         """The speed since the last log; in fp16 the gradient scaler's scale."""
@@ -108,13 +121,16 @@ class Progress(TrainerCallback):
             return {}
         scaler = self.trainer.accelerator.scaler
         fields = {"loss_scale": scaler.get_scale()} if scaler else {}
-        counted, seconds = self.tokens - self.logged_tokens, self.seconds - self.logged_seconds
+        counted = self.tokens - self.logged_tokens
+        seconds = self.seconds - self.logged_seconds
         if not self.tokens:  # images, or other rows without tokens
             counted = self.rows - self.logged_rows
         if seconds > 0:
             name = "tokens_per_second" if self.tokens else "rows_per_second"
             fields[name] = round(counted * self.trainer.args.world_size / seconds, 1)
-        self.logged_rows, self.logged_tokens, self.logged_seconds = self.rows, self.tokens, self.seconds
+        self.logged_rows = self.rows
+        self.logged_tokens = self.tokens
+        self.logged_seconds = self.seconds
         return fields
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:

@@ -89,7 +89,8 @@ def versions() -> dict[str, str]:
 
 def stopped_early(trainer: Trainer) -> dict:
     """Of a run that a callback has stopped: what was asked for, so that the same command does not train on."""
-    state, args = trainer.state, trainer.args
+    state = trainer.state
+    args = trainer.args
     return {"stopped_early_of": [args.max_steps, args.num_train_epochs]} if state.global_step < state.max_steps else {}
 
 
@@ -116,9 +117,11 @@ def group_by_node(processes: list[dict]) -> dict[str, list[dict]]:
 
 def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[int, int]) -> dict:
     """How the model was trained and divided. `parameters`: how many are trained, and how many there are."""
-    args, accelerator = trainer.args, trainer.accelerator
+    args = trainer.args
+    accelerator = trainer.accelerator
     model = accelerator.unwrap_model(trainer.model)
-    is_sharded, parallelism = all(process["fsdp"] for process in processes), accelerator.parallelism_config
+    is_sharded = all(process["fsdp"] for process in processes)
+    parallelism = accelerator.parallelism_config
     replicas = accelerator.num_processes
     if is_sharded:
         replicas = parallelism.dp_replicate_size if parallelism else 1
@@ -195,10 +198,12 @@ def describe_data(trainer: Trainer) -> dict:
 
 def mean_loss(log_history: list[dict]) -> float | None:
     """The mean training loss of all steps, also of those before a resume; None if none was logged."""
-    total, logged = 0.0, 0
+    total = 0.0
+    logged = 0
     for entry in log_history:
         if "loss" in entry:  # the mean since the last log
-            total, logged = total + entry["loss"] * (entry["step"] - logged), entry["step"]
+            total += entry["loss"] * (entry["step"] - logged)
+            logged = entry["step"]
     return total / logged if logged else None
 
 

@@ -39,7 +39,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     if reason:
         print_once(f"No samples: {reason}.")
         return
-    model, tokenizer = trainer.model, trainer.processing_class
+    model = trainer.model
+    tokenizer = trainer.processing_class
     has_encoder = config_of(trainer.accelerator.unwrap_model(model)).is_encoder_decoder
     prompts = [list(row["input_ids"]) if has_encoder else _prompt_of(row) for row in rows]
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has

@@ -43,7 +43,8 @@ def load_original_config(trainer: Trainer) -> PreTrainedConfig | None:
 
     A recipe can make a model itself: its config is that of the model, None for a module that is none of transformers.
     """
-    config, revision = config_of(trainer.accelerator.unwrap_model(trainer.model)), revision_of(trainer.args) or "main"
+    config = config_of(trainer.accelerator.unwrap_model(trainer.model))
+    revision = revision_of(trainer.args) or "main"
     if config is not None and config.name_or_path:
         with contextlib.suppress(OSError):
             original = AutoConfig.from_pretrained(config.name_or_path, revision=revision)
@@ -60,7 +61,8 @@ def restore_config(model: torch.nn.Module, original: PreTrainedConfig) -> None:
     """
     model.config.use_cache = getattr(original, "use_cache", True)
     for name in original.sub_configs:  # of a model that reads images too
-        part, part_before = getattr(model.config, name, None), getattr(original, name, None)
+        part = getattr(model.config, name, None)
+        part_before = getattr(original, name, None)
         if part is not None and part_before is not None:
             part.dtype = part_before.dtype or original.dtype
     before = original.get_text_config()
@@ -75,7 +77,8 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
 
     The files are written into a draft folder and moved from there, so that each is complete or missing.
     """
-    output_dir, draft = Path(trainer.args.output_dir), Path(trainer.args.output_dir, ".model.draft")
+    output_dir = Path(trainer.args.output_dir)
+    draft = Path(trainer.args.output_dir, ".model.draft")
     model = trainer.accelerator.unwrap_model(trainer.model)
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
@@ -161,7 +164,8 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
 def write_model_card(trainer: Trainer) -> None:
     """Writes the model card, once there are results. The first process writes."""
     if trainer.is_world_process_zero():
-        output_dir, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
+        output_dir = Path(trainer.args.output_dir)
+        model = trainer.accelerator.unwrap_model(trainer.model)
         card = model_card(read_json(output_dir / RESULTS), isinstance(model, PeftModel), generates(model))
         with draft_of(output_dir / "README.md") as draft:
             draft.write_text(card, "utf-8")

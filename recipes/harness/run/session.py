@@ -215,7 +215,8 @@ def report_dropped_rows(trainer: Trainer) -> None:
 
     Only TRL's trainers for pairs drop rows. For others a recipe tokenizes, and may make several rows of one, or one of several.
     """
-    loaded, args = folder.read_json(Path(trainer.args.output_dir, folder.DATA)).get("loaded_rows"), trainer.args
+    loaded = folder.read_json(Path(trainer.args.output_dir, folder.DATA)).get("loaded_rows")
+    args = trainer.args
     drops_rows = isinstance(args, DPOConfig | KTOConfig | RewardConfig)
     if not loaded or not drops_rows or not isinstance(trainer.train_dataset, Dataset):
         return

@@ -117,7 +117,8 @@ def separate_untied_weights(trainer: Trainer) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not trainer.is_fsdp_enabled or not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
         return
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if head is None or (head.weight is embedding.weight and not embedding.weight.requires_grad):
         return
     if head.weight is embedding.weight:
@@ -141,12 +142,14 @@ def prepare_gradient_scaler(trainer: Trainer) -> None:
     accelerate 1.15 has neither scaler nor autocast for fp16 on a CPU. And transformers 5.23 loads FSDP's optimizer before the
     scaler: torch steps an optimizer to make its states, and a scaler without a scale refuses the step.
     """
-    accelerator, device = trainer.accelerator, trainer.args.device
+    accelerator = trainer.accelerator
+    device = trainer.args.device
     if accelerator.mixed_precision != "fp16":
         return
     if device.type == "cpu":
         settings = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
-        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **settings)
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
     accelerator.scaler.scale(torch.zeros((), device=device))  # makes the scale
 
 
@@ -172,7 +175,11 @@ class AfterWrapping(TrainerCallback):
 
     def __init__(self, trainer: Trainer, config: AccelerateConfig, processes: int, loss: Loss, hidden: HiddenBuffers) -> None:
         """`hidden`: what `prepare_sharding` has returned."""
-        self.trainer, self.config, self.processes, self.loss, self.hidden = trainer, config, processes, loss, hidden
+        self.trainer = trainer
+        self.config = config
+        self.processes = processes
+        self.loss = loss
+        self.hidden = hidden
         for other in vars(trainer).values():  # such as a reference model, which is wrapped when the trainer is built
             if isinstance(other, FSDPModule):
                 return_float32(other)
@@ -191,7 +198,8 @@ class AfterWrapping(TrainerCallback):
             gather_experts_early(model)
             if self.loss.own:
                 return_float32(model)
-            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            head = model.get_output_embeddings()
+            embedding = model.get_input_embeddings()
             is_tied = head is not None and head.weight is getattr(embedding, "weight", None)
             if head is not None and not is_tied:
                 keep_head_gathered(model, head)

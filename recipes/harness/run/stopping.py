@@ -25,7 +25,8 @@ class StopAfterSignal(TrainerCallback):
     """Stops all processes after the step or the evaluation batch in which one of them received a signal, with a checkpoint."""
 
     def __init__(self, trainer: TrainerWithHooks, group: ProcessGroup | None) -> None:
-        self.trainer, self.group = trainer, group
+        self.trainer = trainer
+        self.group = group
         self.signal = 0  # the one that all processes agreed on
         self.is_in_evaluation = False  # it ended an evaluation, which the resumed run makes
         set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
@@ -72,7 +73,8 @@ class MissedEvaluation(TrainerCallback):
     """
 
     def __init__(self, trainer: TrainerWithHooks, resumed_from: int) -> None:
-        self.trainer, self.resumed_from = trainer, resumed_from
+        self.trainer = trainer
+        self.resumed_from = resumed_from
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """After the last step, no other step begins."""

@@ -65,13 +65,15 @@ class RunTrainer(TrainerWithHooks):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
-        loss, options = self.parts.loss, {"return_outputs": True} if return_outputs else {}
+        loss = self.parts.loss
+        options = {"return_outputs": True} if return_outputs else {}
         if loss.is_right or not loss.is_measured:
             return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         tokens = loss.tokens(inputs)  # before the loss takes the labels out
         scale = loss.scale(self, tokens, num_items_in_batch)
         if self.model.training and loss.is_undefined(tokens):
-            inputs, scale = copy.copy(loss.batch), 0  # FSDP needs all processes to compute
+            inputs = copy.copy(loss.batch)  # FSDP needs all processes to compute
+            scale = 0
         count = loss.count_for(self.model.training, tokens, num_items_in_batch)
         found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
         return (found[0] * scale, found[1]) if return_outputs else found * scale
@@ -83,7 +85,8 @@ class RunTrainer(TrainerWithHooks):
         self.means = Means(self, dataloader)
         with self.means.replace_gathering(), without_router_loss(self):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **options)
-        loss, self.means = self.means.finish(), None
+        loss = self.means.finish()
+        self.means = None
         if f"{metric_key_prefix}_loss" in output.metrics:
             output.metrics[f"{metric_key_prefix}_loss"] = loss
         return output
@@ -153,7 +156,8 @@ def add_parts(
 ) -> Parts:
     """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
     before = read_marker(checkpoint)["progress"] if checkpoint else {}
-    progress, position = Progress(trainer, before), StreamPosition(trainer, checkpoint)
+    progress = Progress(trainer, before)
+    position = StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
     checkpoints = Checkpoints(trainer, progress, run, original)
     trainer.parts = Parts(position, reader, progress, checkpoints, loss or Loss(), hidden or [])

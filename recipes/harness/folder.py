@@ -172,14 +172,7 @@ def claim_output_dir(lock: FileLock, identity: dict, is_default: bool) -> None:
     folder = Path(lock.lock_file).parent
     messages = []
     try:
-        if is_replaced_rehearsal(folder, identity, is_default):
-            acquire(lock)
-            if is_replaced_rehearsal(folder, identity, is_default):  # still, now that no other start can replace it
-                shutil.rmtree(folder)
-                print_once(
-                    f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings."
-                )
-            lock.release()
+        delete_replaced_rehearsal(lock, identity, is_default)
         folder.mkdir(parents=True, exist_ok=True)
         acquire(lock)
         written = _read_run(folder)
@@ -201,9 +194,21 @@ def claim_output_dir(lock: FileLock, identity: dict, is_default: bool) -> None:
         print_once(message)
 
 
+def delete_replaced_rehearsal(lock: FileLock, identity: dict, is_default: bool) -> None:
+    """Deletes a rehearsal that the default folder has, if this run replaces it, while no other start can."""
+    folder = Path(lock.lock_file).parent
+    if not is_replaced_rehearsal(folder, identity, is_default):
+        return
+    acquire(lock)
+    if is_replaced_rehearsal(folder, identity, is_default):  # still
+        shutil.rmtree(folder)
+        print_once(f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings.")
+    lock.release()
+
+
 def has_trained(folder: Path) -> bool:
     """Whether there is something of a run that another run must not replace."""
-    return any(path for pattern in TRAINED for path in folder.glob(pattern))
+    return any(next(folder.glob(pattern), None) for pattern in TRAINED)
 
 
 def _read_run(folder: Path) -> dict:

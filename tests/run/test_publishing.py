@@ -4,7 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 from harness.messages import UserError
-from harness.run.publishing import Repository, check_repository, publish, take_repository
+from harness.run.publishing import Repository, make_repository, publish, take_repository
 
 import pytest
 from huggingface_hub import close_session
@@ -53,18 +53,18 @@ def use_hub(hub, monkeypatch):
 def test_repository_is_made_before_the_training(hub, use_hub, token, name, is_private, is_refused):
     use_hub(token)
     if not is_refused:
-        check_repository(Repository(name, is_private))
+        make_repository(Repository(name, is_private))
         assert (hub.root / "models" / (name if "/" in name else f"me/{name}") / ".private").exists() == is_private
         return
     with pytest.raises(UserError, match="--push_to_hub: ") as raised:
-        check_repository(Repository(name, is_private))
+        make_repository(Repository(name, is_private))
     assert not token or token not in str(raised.value)
 
 
 def test_unreachable_hub_is_an_error(monkeypatch, error_of):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "--push_to_hub" in error_of(check_repository, Repository("mine", True))
+    assert "--push_to_hub" in error_of(make_repository, Repository("mine", True))
 
 
 def test_trainer_itself_uploads_nothing():

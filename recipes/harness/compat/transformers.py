@@ -309,7 +309,7 @@ def add_overrides(trainer: Any, overrides: type[TrainerWithHooks]) -> None:
     """
     own = type(trainer)
     # Methods that a recipe has set on the trainer itself would hide those of the class.
-    names = [name for name in vars(trainer) if any(name in vars(cls) for cls in (overrides, TrainerWithHooks))]
+    names = vars(trainer).keys() & (vars(overrides).keys() | vars(TrainerWithHooks).keys())
     methods = {name: staticmethod(vars(trainer).pop(name)) for name in names}
     of_recipe = type(own.__name__, (own,), methods) if methods else own
     trainer.__class__ = type(f"Run{own.__name__}", (overrides, of_recipe), {"__module__": own.__module__})
@@ -325,7 +325,11 @@ def transformer_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     Remove when: there is one.
     """
     names = set(getattr(model, "_no_split_modules", None) or [])  # a module that is none of transformers has no such names
-    return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
+    layers = {}
+    for name, module in model.named_modules():
+        if names & {cls.__name__ for cls in type(module).__mro__}:
+            layers[name] = module
+    return layers
 
 
 @changes(

@@ -68,8 +68,9 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         set_dtype_of_4bit_model(training_args, model_args)
     set_attention(training_args, model_args, run)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
-        given = training_args.model_init_kwargs or {}
-        given = json.loads(given) if isinstance(given, str) else given
+        of_recipe = training_args.model_init_kwargs or {}
+        if isinstance(of_recipe, str):
+            of_recipe = json.loads(of_recipe)
         options = {
             "dtype": model_args.dtype,
             "revision": model_args.model_revision,
@@ -78,7 +79,7 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
             # memory, from where the trainer moves the model to the GPU; quantized weights are loaded onto the GPU.
             "device_map": None,
         }
-        training_args.model_init_kwargs = options | given
+        training_args.model_init_kwargs = options | of_recipe
 
 
 def load_into_host_memory(load: Callable[..., PreTrainedModel], model_class: type, name: str, **options: Any) -> PreTrainedModel:

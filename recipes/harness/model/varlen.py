@@ -60,7 +60,7 @@ def attend_within_documents(
     # A token and the `sliding_window - 1` before it.
     window = (sliding_window - 1 if sliding_window else -1, 0 if is_causal else -1)
     if device == "cpu" and type(query) is torch.Tensor:  # not a fake tensor of --plan
-        output = attend_on_cpu(*tokens, cu_seq_lens_q, max_length_q, scaling, window)
+        output = attend_on_cpu(*tokens, cu_seq_lens_q, scaling, window)
     else:
         ends = cu_seq_lens_q
         longest = max_length_q
@@ -82,7 +82,6 @@ def attend_on_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     ends: torch.Tensor,
-    longest: int,
     scale: float | None,
     window: tuple[int, int],
 ) -> torch.Tensor:
@@ -91,9 +90,9 @@ def attend_on_cpu(
     lengths = ends.diff().tolist()
     for length, *document in zip(lengths, *(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
         mask = None if window in ((-1, 0), (-1, -1)) else mask_of_window(length, *window)
-        query, key, value = (part.transpose(0, 1)[None] for part in document)
+        of_document = [part.transpose(0, 1)[None] for part in document]
         options = {"attn_mask": mask, "is_causal": window == (-1, 0), "scale": scale, "enable_gqa": True}
-        outputs.append(torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)[0].transpose(0, 1))
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(*of_document, **options)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 

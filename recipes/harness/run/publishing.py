@@ -38,8 +38,8 @@ def take_repository(training_args: TrainingArguments) -> Repository | None:
     )
 
 
-def check_repository(repository: Repository) -> None:
-    """Makes the repository, which asks for the right to write. Raises UserError without it, or if it is public unasked."""
+def make_repository(repository: Repository) -> None:
+    """Makes the repository if there is none. Raises UserError without the right to write, or if it is public unasked."""
     api = HfApi()
     try:
         name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id

@@ -29,10 +29,10 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
 
     One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
     """
-    rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
-    if isinstance(rows, dict):  # one of each dataset in turn
-        rows = itertools.chain.from_iterable(itertools.zip_longest(*rows.values()))
-    rows = list(itertools.islice(filter(None, rows), COUNT))
+    dataset = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
+    if isinstance(dataset, dict):  # one of each in turn
+        dataset = itertools.chain.from_iterable(itertools.zip_longest(*dataset.values()))
+    rows = list(itertools.islice(filter(None, dataset), COUNT))
     reason = why_no_text(trainer)
     if not reason and not all("input_ids" in row or "prompt_ids" in row for row in rows):
         reason = "the rows have no column input_ids"

@@ -31,7 +31,7 @@ from harness.nodes.network import answer_of_first, check_all_reduce, is_of_sever
 from harness.rehearsal import tiny
 from harness.run import session
 from harness.run.prompts import SeenRows
-from harness.run.publishing import check_repository
+from harness.run.publishing import make_repository
 from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
@@ -169,7 +169,7 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
         use_commit(arguments, before["commit"])
     check_model_and_dataset(run, arguments)
     if run.repository and not run.tiny:
-        check_repository(run.repository)
+        make_repository(run.repository)
     if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
         folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
 

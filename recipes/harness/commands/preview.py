@@ -22,6 +22,7 @@ from typing import Any
 from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
+from harness.commands.rewards import print_rewards, score
 from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
@@ -56,11 +57,15 @@ def main(*words: str) -> None:
             elif not parsed.json and not reason:
                 print_rows(preview)
             numbers = other_rows(preview, reason) if reason else summarize(preview)
+        if hasattr(preview.trainer, "reward_funcs"):
+            numbers["rewards"] = score(preview.trainer, parsed.recipe)
         names = {"recipe": parsed.recipe.stem, "dataset": preview.started.run.data.display_name, "data": preview.data}
     if parsed.json:
         print(json.dumps(names | numbers, indent=2))
     elif reason:
         print_other_rows(numbers)
+        if "rewards" in numbers:
+            print_rewards(numbers["rewards"])
     else:
         print_numbers(names | numbers)
     for problem in numbers.get("warnings", []):
@@ -194,6 +199,8 @@ def why_no_documents(trainer: Any) -> str:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
     if not generates(model) or model.config.is_encoder_decoder:
         return f"{type(model).__name__} is not a causal language model"
+    if hasattr(trainer, "reward_funcs"):
+        return "the answers are generated"
     if not {"input_ids", "prompt_ids"} & row.keys():
         return "the rows have no column input_ids"
     return "" if trainer.processing_class else "the trainer has no tokenizer"
@@ -201,8 +208,12 @@ def why_no_documents(trainer: Any) -> str:
 
 def other_rows(preview: Preview, reason: str) -> dict[str, Any]:
     """The first rows as the trainer gets them, and the shapes of the first micro-batch. `reason`: see `why_no_documents`."""
+    from harness.run.rewards import tokens_of_prompt, trains_on_rewards
+
     rows = []
     for row in itertools.islice(preview.trainer.train_dataset, SHOWN_ROWS):
+        if trains_on_rewards(preview.trainer):
+            row = row | {"prompt_ids": tokens_of_prompt(preview.trainer, row["prompt"])}
         rows.append({name: value_as_text(name, value, preview.tokenizer) for name, value in row.items()})
     batch = next(iter(preview.trainer.get_train_dataloader()))
     shapes = {}
@@ -223,7 +234,8 @@ def print_other_rows(numbers: dict[str, Any]) -> None:
         print_once("\n--- a row as the trainer gets it")
         for name, text in row.items():
             print_once(f"{name}: {text}")
-    print_once(f"\nbatch        {', '.join(f'{name} {shape}' for name, shape in numbers['batch'].items())}")
+    batch = ", ".join(f"{name} {shape}" for name, shape in numbers["batch"].items())
+    print_once(f"\nbatch        {batch or 'of the rows themselves'}")
     print_once(f"not shown    {numbers['not_shown']}")
 
 

@@ -217,6 +217,15 @@ class TrainerWithHooks:
             return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=False)
         return super().autocast_smart_context_manager(*args, **kwargs)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Computes what some trainers generate here in the precision of the training.
+
+        accelerate has put autocast around the forward pass of the outermost module only, and `generate` of an adapter calls
+        another.
+        """
+        with self.accelerator.autocast(), self.autocast_smart_context_manager():
+            return super()._prepare_inputs(inputs)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
@@ -289,6 +298,7 @@ class TrainerWithHooks:
     "transformers:Trainer._get_num_items_in_batch(self, batch_samples, device)",
     "transformers:Trainer.log(self, logs, start_time)",
     "transformers:Trainer.autocast_smart_context_manager(self, cache_enabled)",
+    "transformers:Trainer._prepare_inputs(self, inputs)",
     "transformers:Trainer._save_checkpoint(self, model, trial)",
     "transformers:Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
     "transformers:Trainer._load_best_model(self)",

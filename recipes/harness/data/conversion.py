@@ -33,12 +33,14 @@ COLUMNS = {
     ),
     "prompt_completion": ("prompt", "completion", "chosen"),
     "instruction": ("instruction", "input", "output"),
+    "question_answer": ("question", "answer"),
     "preference": ("prompt", "chosen", "rejected", "messages", "conversations", "instruction", "input", "history", *OF_TEMPLATE),
 }
 NEEDED = {
     "messages": ("prompt", "completion"),
     "prompt_completion": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
     "preference": ("prompt", "chosen", "rejected"),
 }
 # Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns

@@ -7,6 +7,7 @@
   "tools" and "chat_template_kwargs". A turn with "train": False does not count in the loss.
 - prompt_completion: {"prompt": str, "completion": str}
 - instruction: {"instruction": str, "input": str, "output": str}
+- question_answer: {"question": str, "answer": str}
 - preference: {"prompt": […], "chosen": […], "rejected": […]}, lists of messages; also with "tools" and "chat_template_kwargs"
 
 For `messages` and `prompt_completion`, preference data is read as `prompt` and `completion`, or as `messages`, without
@@ -141,6 +142,10 @@ def _to_instruction(row: dict, text_field: str) -> dict:
     instruction = _filled_text(row, "instruction", "without an instruction")
     output = _filled_text(row, "output", NO_ANSWER)
     return {"instruction": instruction, "input": _text(row, "input"), "output": output}
+
+
+def _to_question_answer(row: dict, text_field: str) -> dict:
+    return {"question": _filled_text(row, "question", "without a question"), "answer": _filled_text(row, "answer", NO_ANSWER)}
 
 
 def _to_messages(row: dict, text_field: str) -> dict:
@@ -358,6 +363,7 @@ CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "messages": _to_messages,
     "prompt_completion": _to_prompt_completion,
     "instruction": _to_instruction,
+    "question_answer": _to_question_answer,
     "preference": _to_preference,
 }
 PREFERENCE_FORMATS = ("messages", "prompt_completion")
@@ -367,6 +373,7 @@ DESCRIPTIONS = {
     "`completion` or `chosen`, or `instruction`, `input` and `output`",
     "prompt_completion": "`prompt` and `completion` or `chosen` as texts",
     "instruction": "`instruction`, `input` and `output`",
+    "question_answer": "`question` and `answer`",
     "preference": "`chosen` and `rejected` answers to a `prompt`, as texts or messages, or two conversations that begin alike",
 }
 
@@ -379,6 +386,7 @@ def stored_features(format: str, text_field: str) -> Features:
         "text": (text_field,),
         "prompt_completion": ("prompt", "completion"),
         "instruction": ("instruction", "input", "output"),
+        "question_answer": ("question", "answer"),
     }
     if format in texts:
         return Features({name: Value("string") for name in texts[format]})

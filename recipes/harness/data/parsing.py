@@ -25,6 +25,7 @@ def settings_of_data(
     for name in formats:
         if name not in DESCRIPTIONS:
             raise UserError(f"dataset_formats: {name!r} is no format: use one or several of {', '.join(DESCRIPTIONS)}")
+    has_own = hasattr(training_args, "chat_template_kwargs")  # GRPOTrainer renders the prompts itself
     return DataSettings(
         sources=tuple(sources_of(script_args)),
         formats=formats,
@@ -32,7 +33,7 @@ def settings_of_data(
         max_samples=script_args.max_samples,
         max_eval_samples=script_args.max_eval_samples,
         column_map=script_args.column_map,
-        template_arguments=script_args.chat_template_kwargs,
+        template_arguments=None if has_own else script_args.chat_template_kwargs,
         split_conversations=script_args.split_conversations,
         text_field=getattr(training_args, "dataset_text_field", "text"),
         seed=training_args.seed,

@@ -60,7 +60,8 @@ def values_for(config_class: type) -> dict[str, Any]:
     """The values of a rehearsal for a trainer's config. A batch of GRPO has complete groups of answers to a prompt."""
     if not hasattr(config_class, "num_generations"):
         return VALUES
-    return VALUES | {"num_generations": 2, "num_generations_eval": None, "per_device_eval_batch_size": 2}
+    of_groups = {"num_generations": 2, "num_generations_eval": 1, "per_device_eval_batch_size": 4, "max_completion_length": 16}
+    return VALUES | of_groups
 
 
 def make_replacements(data: DataSettings, model_args: ModelConfig) -> None:
@@ -182,6 +183,10 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
         for turn in turns:  # other turns have the key too, as in every row of a Parquet file
             turn["thinking"] = "A short thought." if turn["role"] == "assistant" else None
         return turns
+    if kind == "question":
+        return text[:100]
+    if kind == "answer with a number":
+        return f"{text[:50]}\n#### {index}"
     if kind == "int64":
         return index
     if kind == "float64":

@@ -8,7 +8,12 @@ KNOWN = re.compile(
     r"|(eval_)?(entropy|num_tokens|mean_token_accuracy|aux_loss)|train_\w+"
     r"|loss|grad_norm|learning_rate|epoch|step|total_flos|loss_scale|(tokens|rows)_per_second|num_input_tokens_seen"
 )
-LITTLE_ALONE = ("logps/", "logits/", "eval_logps/", "eval_logits/")  # DPO's log-probabilities and logits
+# Metrics that say little alone, and are in the logs only: DPO's log-probabilities and logits, and most of GRPO's. Of these the
+# reward, its spread, the mean length of answers, the share that is cut off, and the distance from the first model (kl) are shown.
+LITTLE_ALONE = re.compile(
+    r"(eval_)?(logps/.*|logits/.*|rewards/.*/(mean|std)|frac_reward_zero_std|step_time|policy_loss|entropy_coef|clip_ratio/.*"
+    r"|cispo_clip_ratio|vespo/.*|sampling/.*|tools/.*|completions/(min_|max_|mean_terminated_).*)"
+)
 
 
 def evaluation_losses(logs: dict) -> dict[str, float]:
@@ -47,15 +52,15 @@ def own_metrics(logs: dict) -> dict[str, float]:
 
 
 def metrics_of(results: dict) -> dict[str, float]:
-    """The recipe's own metrics of the last evaluation, without those of DPO that say little alone."""
+    """The recipe's own metrics of the last evaluation, without those that say little alone."""
     return {
         name: value
         for name, value in own_metrics(results).items()
-        if name.startswith("eval_") and not name.startswith(LITTLE_ALONE) and not name.endswith("_on_start")
+        if name.startswith("eval_") and not LITTLE_ALONE.fullmatch(name) and not name.endswith("_on_start")
     }
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Metrics of a recipe's own, in words; without DPO's log-probabilities and logits, which say little alone."""
-    shown = {name: value for name, value in metrics.items() if not name.startswith(LITTLE_ALONE)}
+    """Metrics of a recipe's own, in words, without those that say little alone."""
+    shown = {name: value for name, value in metrics.items() if not LITTLE_ALONE.fullmatch(name)}
     return ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in shown.items())

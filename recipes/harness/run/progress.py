@@ -64,9 +64,11 @@ class Progress(TrainerCallback):
 
     def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """To be called with the batches of every step, and the tokens in the loss over all processes."""
+        # GRPOTrainer and RLOOTrainer read the rows of all micro-batches that share a generation with each of these.
+        shared = getattr(self.trainer.args, "steps_per_generation", None) or 1
         for batch in batches:
             rows, tokens = size_of(batch)
-            self.rows += rows
+            self.rows += rows // shared
             self.tokens += tokens
         self.loss_tokens = self.loss_tokens + (loss_tokens if loss_tokens is not None else 0)
 
@@ -166,7 +168,10 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
     metrics = [metrics] if (metrics := format_metrics(own_metrics(logs))) else []
     for name, loss in evaluation_losses(logs).items():
         seconds = logs.get(f"{name.removesuffix('loss')}runtime", 0)
-        parts += [f"evaluation loss{name_of_dataset(name)} {loss:.4f}", *metrics, f"in {seconds:.0f} s"]
+        number = f" loss{name_of_dataset(name)} {loss:.4f}"
+        if "eval_reward" in logs:  # the loss compares an answer with others to the same prompt, and here is one
+            number = name_of_dataset(name)
+        parts += [f"evaluation{number}", *metrics, f"in {seconds:.0f} s"]
         return "  ".join(parts)
     if "loss" not in logs:
         return "  ".join([*parts, *metrics]) if metrics else ""

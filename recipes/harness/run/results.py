@@ -208,7 +208,7 @@ def mean_loss(log_history: list[dict]) -> float | None:
 
 
 def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "") -> None:
-    """Draws training and evaluation loss over steps."""
+    """Draws training and evaluation loss over steps, or the reward of a run that trains on rewards."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="tight")
@@ -217,13 +217,15 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
     for entry in log_history:
         names |= evaluation_losses(entry)
     curves = [("loss", "training", "-")]
+    if any("reward" in entry for entry in log_history):
+        curves, names = [("reward", "training", "-"), ("eval_reward", "evaluation", "o--")], {}
     for name in names:
         curves.append((name, f"evaluation{name_of_dataset(name)}", "o--" if name == "eval_loss" else ".:"))
     for key, label, style in curves:
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel=f"loss{unit}", title=title)
+    axes.set(xlabel="step", ylabel=f"{curves[0][0]}{unit}", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     with draft_of(path) as draft:
@@ -231,7 +233,13 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
 
 
 def describe_losses(results: dict) -> str:
-    """The losses of the last evaluation, and those of the one before the training, of each set by its name; "" without any."""
+    """The losses of the last evaluation, and those of the one before the training, of each set by its name; "" without any.
+
+    Of a run that trains on rewards, the reward, which is higher after a training that worked.
+    """
+    if "eval_reward" in results:
+        before, after = results.get("eval_reward_on_start"), f"{results['eval_reward']:.4f}"
+        return f", reward {after}" if before is None else f", reward {before:.4f} before, {after} after"
     words = ""
     for name, loss in evaluation_losses(results).items():
         before = results.get(f"{name}_on_start")

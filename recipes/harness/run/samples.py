@@ -8,6 +8,7 @@ from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run.failures import only_report
 from harness.run.parameters import base_of, config_of, generates
+from harness.run.rewards import tokens_of_prompt, trains_on_rewards
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -34,6 +35,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         dataset = itertools.chain.from_iterable(itertools.zip_longest(*dataset.values()))
     rows = list(itertools.islice(filter(None, dataset), COUNT))
     reason = why_no_text(trainer)
+    if not reason and trains_on_rewards(trainer):
+        rows = [{"prompt_ids": tokens_of_prompt(trainer, row["prompt"])} for row in rows]
     if not reason and not all("input_ids" in row or "prompt_ids" in row for row in rows):
         reason = "the rows have no column input_ids"
     if reason:
@@ -59,7 +62,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         generated = model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            max_new_tokens=12 if is_rehearsal else 48,
+            max_new_tokens=12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48),
             do_sample=True,
             top_p=0.9,
             pad_token_id=pad,
@@ -96,7 +99,7 @@ def end_tokens(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> se
 
 def _prompt_of(row: dict) -> list[int]:
     """The tokens of a row before the first one in the loss; its first tokens if all are in the loss. Of a pair the prompt."""
-    if "prompt_ids" in row:  # of DPOTrainer
+    if "prompt_ids" in row:  # of DPOTrainer, or of a trainer that generates
         return list(row["prompt_ids"])
     ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
     labels = list(row.get("labels", ids))[: len(ids)]

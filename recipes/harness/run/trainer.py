@@ -19,6 +19,7 @@ from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
+from harness.run.rewards import order_by_epoch, trains_on_rewards
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
 from harness.runs import Run
@@ -50,12 +51,16 @@ class RunTrainer(TrainerWithHooks):
     means: Means | None = None  # of the evaluation that is going on
 
     def get_train_dataloader(self) -> DataLoader:
-        return keep_workers_after_sigterm(self.parts.position.divide(super().get_train_dataloader()))
+        loader = super().get_train_dataloader()
+        if trains_on_rewards(self):
+            order_by_epoch(loader)
+        return keep_workers_after_sigterm(self.parts.position.divide(loader))
 
     def get_eval_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
         loader = super().get_eval_dataloader(*args, **kwargs)
         is_of_transformers = getattr(super().get_eval_dataloader, "__func__", None) is Trainer.get_eval_dataloader
-        return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers else loader)
+        has_single_rows = getattr(self.args, "num_generations_eval", None) == 1  # no groups, which TRL's loader would keep
+        return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers or has_single_rows else loader)
 
     def compute_loss(
         self,

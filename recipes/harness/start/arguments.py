@@ -44,6 +44,7 @@ DEFAULTS = {
     "logging_nan_inf_filter": False,  # a NaN loss must be visible
     "ddp_find_unused_parameters": False,  # these models use all parameters; transformers would search them in every step
     "save_total_limit": 2,  # a kill can leave the newest checkpoint incomplete; the one before it is complete
+    "num_generations_eval": 1,  # GRPO and RLOO: other prompts say more about a model than other answers to the same one
 }
 Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
@@ -67,7 +68,7 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     words, in_file = take_config_file(words)
     if unknown := in_file.keys() - names:
         raise UserError(unknown_flag(f"--{min(unknown)}", [f"--{name}" for name in names]))
-    parser = Parser(classes, allow_abbrev=False)
+    parser = Parser(classes, allow_abbrev=False, conflict_handler="resolve")  # GRPOConfig has a chat_template_kwargs too
     parser.set_defaults_with_config(
         **DEFAULTS
         | {"disable_tqdm": not sys.stderr.isatty()}  # in a log file a progress bar is a thousand lines
@@ -99,6 +100,9 @@ def make_arguments(
     Raises UserError for anything that the user can fix.
     """
     used = vars(values) | {"use_cpu": run.on_cpu or values.use_cpu}
+    follows_step = used.get("steps_per_generation") is None and used.get("generation_batch_size") is None
+    if "num_generations" in used and follows_step:
+        used["steps_per_generation"] = used["num_generations"]  # passes GRPOConfig's check; `set_generations` sets it
     arguments = script_args, training_args, model_args = make_objects(used, config_class)
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
@@ -107,6 +111,8 @@ def make_arguments(
     processes = run.processes or int(os.environ.get("WORLD_SIZE", 1))
     before = settings_of_continued_run(run, training_args.output_dir) if run.trains else {}
     asked = set_steps(run, arguments, recipe, processes, before)
+    if "num_generations" in used:
+        set_generations(training_args, processes, follows_step)
     data = settings_of_data(script_args, training_args, dataset_formats, run.given)
     if run.tiny and "max_eval_samples" not in run.given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
@@ -260,6 +266,17 @@ def set_accumulation_steps(run: Run, arguments: Arguments, recipe: dict[str, Any
             training_args.per_device_train_batch_size = micro_batch = 1
     if rows:
         training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
+
+
+def set_generations(training_args: TrainingArguments, processes: int, follows_step: bool) -> None:
+    """Sets how many answers GRPOConfig, or RLOOConfig, generates at a time, as itself would from the final accumulation.
+
+    `follows_step`: those of an optimizer step; otherwise `steps_per_generation` is set.
+    """
+    if follows_step:
+        training_args.steps_per_generation = training_args.gradient_accumulation_steps
+    rows = training_args.per_device_train_batch_size * processes
+    training_args.generation_batch_size = rows * training_args.steps_per_generation
 
 
 def trains_for_epochs(run: Run, script_args: ScriptArguments) -> bool:

@@ -70,6 +70,30 @@ def check_arguments(training_args: TrainingArguments) -> None:
     check_parallelism(training_args, model_init_kwargs)
 
 
+def check_generation(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
+    """Raises UserError for arguments of GRPO and RLOO that would change the model, or the answers of a resumed run."""
+    if getattr(training_args, "use_transformers_continuous_batching", False):
+        raise UserError(
+            "--use_transformers_continuous_batching casts the trained weights to bf16, where small updates are lost: leave it out"
+        )
+    if getattr(training_args, "use_vllm", False) and training_args.vllm_mode != "server":
+        raise UserError("--use_vllm: vLLM needs other packages than the training: start a server, and pass --vllm_mode server")
+    if script_args.dataset_streaming:
+        raise UserError(
+            "--dataset_streaming: a stream has no groups of answers to the same prompt: pass --dataset_streaming false"
+        )
+    rows, group = training_args.generation_batch_size, training_args.num_generations
+    if rows % group:
+        raise UserError(f"--num_generations {group}: {rows} answers at a time are no multiple: pass another --global_batch_size")
+    shared = training_args.steps_per_generation * getattr(training_args, "num_iterations", 1)  # micro-batches
+    if training_args.gradient_accumulation_steps % shared and training_args.save_strategy != "no":
+        raise UserError(
+            f"--steps_per_generation, --num_iterations: {shared} micro-batches share a generation, and a step has "
+            f"{training_args.gradient_accumulation_steps}: a run that resumes between these steps would generate other answers. "
+            "Leave them out, or pass --save_strategy no"
+        )
+
+
 def check_remote_code(training_args: TrainingArguments, model_init_kwargs: dict) -> None:
     """Raises UserError if Python code that comes with a model is to be run."""
     if getattr(training_args, "trust_remote_code", False) or "trust_remote_code" in model_init_kwargs:

@@ -8,7 +8,7 @@ from datetime import datetime
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import set_date_of_chat_templates, use_no_gpu_kernels
-from harness.compat.trl import keep_activation_checkpointing
+from harness.compat.trl import generate_in_evaluation_mode, keep_activation_checkpointing
 from harness.data import chat_templates, reading
 from harness.data.checking import check_dataset
 from harness.hub import check_model_exists
@@ -38,6 +38,8 @@ def check_all_arguments(run: Run, arguments: Arguments) -> None:
     checks.check_flags_have_effect(run, *arguments)
     checks.check_optimizer(arguments[1], run.config)
     checks.check_loss(run, arguments[1])
+    if hasattr(arguments[1], "steps_per_generation"):
+        checks.check_generation(*arguments[:2])
 
 
 def set_model_options(run: Run, arguments: Arguments) -> None:
@@ -125,6 +127,7 @@ def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None
         # It asks for pinned memory, which needs a GPU; the activations are in host memory already.
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     keep_activation_checkpointing()
+    generate_in_evaluation_mode()
     set_date_of_chat_templates(date)
     return prepare_data(run, arguments)
 

@@ -1,0 +1,85 @@
+"""Trainers that generate answers and train on their rewards: GRPOTrainer and RLOOTrainer of TRL."""
+
+from collections.abc import Iterator
+
+from harness.compat.trl import logged_metrics
+from harness.messages import UserError, plural, print_once
+
+from torch.utils.data import DataLoader, Sampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.trainer.utils import RepeatSampler
+
+
+def trains_on_rewards(trainer: Trainer) -> bool:
+    return hasattr(trainer, "reward_funcs")
+
+
+def tokens_of_prompt(trainer: Trainer, prompt: str | list[dict]) -> list[int]:
+    """The tokens that the answers to a prompt follow."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **trainer.args.chat_template_kwargs or {})[
+        "input_ids"
+    ]
+
+
+def check_prompts(trainer: Trainer) -> None:
+    """Raises UserError for fewer prompts than a step needs, of which TRL makes no batch. Prints what a sharded model costs."""
+    args = trainer.args
+    needed, rows = args.generation_batch_size // args.num_generations, len(trainer.train_dataset)
+    if rows < needed:
+        raise UserError(
+            f"--global_batch_size: {plural(args.generation_batch_size, 'answer')} at a time are {args.num_generations} to each "
+            f"of {needed:,} prompts, and there are only {rows:,}: pass a smaller --global_batch_size"
+        )
+    if trainer.is_fsdp_enabled:
+        size = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters()) / 1e9
+        print_once(
+            f"warning: for each generated token, each GPU receives the weights that others hold, of {size:.1f} GB in all. If the "
+            "model fits on one GPU, a config without FSDP (1x3090, 4gpu_ddp) is many times as fast."
+        )
+
+
+class PromptsByEpoch(Sampler[int]):
+    """TRL's order of the prompts and their groups, which depends on the epoch here.
+
+    There it depends on how many epochs this process has begun, so a run that resumes in the second one would read the order of
+    the first one.
+    """
+
+    def __init__(self, sampler: RepeatSampler) -> None:
+        self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def order_by_epoch(loader: DataLoader) -> None:
+    """Makes accelerate's loader of such a trainer read `PromptsByEpoch`."""
+    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # the former on several processes
+    loader.set_sampler(PromptsByEpoch(batches.sampler))
+
+
+class EqualRewards(TrainerCallback):
+    """Warns once of a step in which all answers to each prompt got the same reward: it changes nothing in the model."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.has_warned = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        shares = logged_metrics(self.trainer)["train"]["frac_reward_zero_std"]  # of prompts with equal rewards
+        if shares and shares[-1] == 1 and not self.has_warned:
+            self.has_warned = True
+            print_once(
+                f"warning: in step {state.global_step} all answers to each prompt got the same reward, so nothing was learned: "
+                "if most steps are so (frac_reward_zero_std in trainer_state.json), the prompts are too hard or too easy"
+            )

@@ -1,0 +1,150 @@
+"""GRPO and RLOO: what a step generates and learns, resumed runs, the preview of rewards, and what is refused."""
+
+import json
+from pathlib import Path
+
+from harness.commands.rewards import score
+from harness.messages import UserError
+from harness.run.metrics import format_metrics, own_metrics
+
+import pytest
+import torch
+from runs import begin_at, history, losses, read, train
+from safetensors.torch import load_file
+
+OWN = Path(__file__).parent / "own"
+RECIPE = str(OWN / "rewards.py")
+STEPS = ["--max_steps", "6", "--save_steps", "3", "--eval_steps", "3", "--logging_steps", "1", "--max_eval_samples", "5"]
+
+
+@pytest.fixture(scope="session")
+def sentences(shared):
+    path = shared / "short_sentences.jsonl"
+    if not path.exists():
+        texts = [f"The number {number} comes before {number + 1}, and after {number - 1}" for number in range(25)]
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "flags"),
+    [
+        ("rewards", "1x3090", ["--global_batch_size", "16"]),  # of 20 rows, so step 3 begins the second epoch
+        ("rewards", "4gpu_ddp", ["--global_batch_size", "16"]),
+        ("rewards", "4gpu_full_shard", ["--beta", "0.1"]),
+        ("rloo", "1x3090", ["--use_peft", "false", "--learning_rate", "1e-3"]),
+    ],
+)
+def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, sentences, tmp_path, recipe, config, flags):
+    command = [OWN / f"{recipe}.py", config, "--dataset_name", sentences, *STEPS, *flags]
+    run = rehearse(*command)
+    killed = begin_at(run / "checkpoint-3", tmp_path / "killed")
+    processes = {} if config == "1x3090" else {"NPROC_PER_NODE": "2"}
+    process = fork_launch("--tiny", *command, "--output_dir", killed, **processes)
+    assert process.returncode == 0 and "Resuming from" in process.stdout, process.stdout + process.stderr
+    assert losses(killed) == losses(run) and any(loss for loss, _ in losses(run).values())
+    rewards = [entry["reward"] for entry in history(run, "reward")]
+    assert rewards == [entry["reward"] for entry in history(killed, "reward")] and len({*rewards}) > 1
+    [name] = {"model.safetensors", "adapter_model.safetensors"} & {path.name for path in run.iterdir()}
+    before, after = load_file(run / name), load_file(killed / name)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert read(run)["eval_reward"] == read(killed)["eval_reward"] != read(run)["eval_reward_on_start"]
+
+
+def test_reward_rises(build_trainer, sentences, capsys):
+    """In 60 steps with one `generate` each, besides the evaluations; hooks do not accumulate; rows are counted once."""
+    flags = ["--max_steps", "60", "--save_strategy", "no", "--logging_steps", "1", "--max_eval_samples", "4"]
+    flags += ["--global_batch_size", "32", "--num_generations", "8", "--per_device_train_batch_size", "8"]
+    trainer = build_trainer(RECIPE, "--dataset_name", str(sentences), "--activation_checkpointing", "true", *flags)
+    assert (trainer.args.steps_per_generation, trainer.args.generation_batch_size) == (4, 32)
+    called, hooks = [], []
+    generate = trainer.model.generate
+
+    def counted(**inputs):
+        called.append(trainer.model.training)
+        hooks.append(sum(len(module._forward_hooks) for module in trainer.model.modules()))
+        return generate(**inputs)
+
+    trainer.model.generate = counted
+    train(trainer)
+    assert len(called) == 60 + 5 + 1 and not any(called)  # evaluations before the training and at each quarter; the samples
+    assert len({*hooks[1:-1]}) == 1
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
+    assert trainer.parts.progress.so_far()["rows"] == 60 * 32
+    shown = format_metrics(own_metrics(next(entry for entry in trainer.state.log_history if "reward" in entry)))
+    assert [part.split()[0] for part in shown.split(", ")] == [
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "reward",
+        "reward_std",
+    ]
+    assert "reward " in capsys.readouterr().out
+
+
+def test_equal_rewards_are_warned_of_once(build_trainer, sentences, capsys):
+    flags = ["--max_steps", "3", "--save_strategy", "no", "--eval_strategy", "no", "--eval_on_start", "false"]
+    trainer = build_trainer(RECIPE, "--dataset_name", str(sentences), *flags)
+    trainer.reward_funcs = [lambda completions, **others: [1.0] * len(completions)]
+    train(trainer)
+    assert capsys.readouterr().out.count("got the same reward") == 1
+
+
+def raises(completions, **others):
+    return [1 / len(text[0]["content"]) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (None, ""),
+        (raises, "ZeroDivisionError"),
+        (lambda completions, **others: [1.0], "returned 1 rewards, but 12 were expected"),
+        (
+            lambda completions, **others: [1.0] * len(completions),
+            "its own answer 1, the answer of another row 1, an empty answer 1",
+        ),
+        (lambda completions, **others: [None] * len(completions), "do not tell right answers from wrong ones"),
+    ],
+    ids=["the recipe's", "raises", "one value", "all alike", "none"],
+)
+def test_preview_of_rewards(build_trainer, reward, message):
+    """The recipe's own function, and functions with which nothing could be learned."""
+    trainer = build_trainer("qwen3_grpo")
+    if not reward:
+        rewards = {kind: {one["reward"] for one in score(trainer, Path(RECIPE)) if one["kind"] == kind} for kind in KINDS}
+        assert rewards == {"its own answer": {1}, "the answer of another row": {0}, "an empty answer": {0}}
+        return
+    trainer.reward_funcs = [reward]
+    with pytest.raises(UserError, match=message):
+        score(trainer, Path(RECIPE))
+
+
+KINDS = ("its own answer", "the answer of another row", "an empty answer")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("So 1,000.50.", 1000.5), ("#### 72", 72), ("\\boxed{-3}", -3), ("3 and 4", 4), ("none", None), ("$5.", 5)],
+)
+def test_last_number(text, number):
+    import qwen3_grpo
+
+    assert qwen3_grpo.last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_iterations", "2"], "would generate other answers"),
+        (["--steps_per_generation", "4"], "would generate other answers"),
+        (["--num_generations", "3"], "--num_generations 3"),
+        (["--use_transformers_continuous_batching", "true"], "small updates are lost"),
+        (["--use_vllm", "true"], "--vllm_mode server"),
+        (["--dataset_streaming", "true"], "--dataset_streaming false"),
+    ],
+)
+def test_refused(build_trainer, sentences, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        build_trainer(RECIPE, "--dataset_name", str(sentences), *flags)
+    assert message in capsys.readouterr().err

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from harness import launched
+from harness.compat.torchvision import BeforeTorchvision
 from harness.messages import UserError, exit_on_user_error
 
 launched.begin()
+BeforeTorchvision.install()
 # On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
@@ -68,13 +70,31 @@ def load_tokenizer(model_args: Any, training_args: Any) -> Any:
         return load_tokenizer(model_args, training_args)
 
 
+def load_processor(script_args: Any, model_args: Any, training_args: Any) -> Any:
+    """The processor of a model that reads images: the tokenizer of `load_tokenizer`, and what makes tokens of images.
+
+    It shrinks images to --max_pixels, and is saved with the model. Pass it to `tokenize`, `image_collator` and the trainer.
+    """
+    with exit_on_user_error():
+        from harness.data.tokenization import load_processor
+
+        return load_processor(script_args, model_args, training_args)
+
+
+def image_collator(processor: Any) -> Any:
+    """The `data_collator` of rows with images: decodes the images of a batch, and pads its tokens."""
+    from harness.data.images import ImageCollator
+
+    return ImageCollator(processor)
+
+
 def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_args: Any) -> tuple[Any, Any]:
     """Tokenizes rows for SFTTrainer: `input_ids` and `labels`, cut or packed to --max_length.
 
     Args:
         train_dataset: rows with `messages`, `prompt` and `completion`, a text (--dataset_text_field), or `input_ids`.
         eval_dataset: the same; or None, or a dict of several.
-        tokenizer: of `load_tokenizer`.
+        tokenizer: of `load_tokenizer`; of `load_processor` for rows with `images`, which stay, undecoded.
         training_args: an SFTConfig, what `parse` has returned second. It is changed: SFTTrainer takes the rows as they are.
 
     Returns:
@@ -112,4 +132,4 @@ def started_recipe(function: str) -> Any:
     return started
 
 
-__all__ = ["load", "load_tokenizer", "parse", "tokenize", "train"]
+__all__ = ["image_collator", "load", "load_processor", "load_tokenizer", "parse", "tokenize", "train"]

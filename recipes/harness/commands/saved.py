@@ -95,3 +95,15 @@ def load_saved_tokenizer(folder: Path) -> Any:
 
     with hub_errors(TOKENIZER, str(folder)):
         return AutoTokenizer.from_pretrained(folder)
+
+
+def load_saved_processor(folder: Path) -> Any:
+    """The processor of a run that was trained on images. Raises UserError for a folder or file without one."""
+    from transformers import AutoProcessor
+
+    if not (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file():
+        raise UserError(
+            f"{folder} has no processor, which makes tokens of images: pass the output directory of a run with images"
+        )
+    with hub_errors("processor", str(folder)):
+        return AutoProcessor.from_pretrained(folder)

@@ -19,9 +19,10 @@ from typing import Any
 from harness.batches import IGNORED
 from harness.commands import arguments
 from harness.commands.converted import is_quantized, load_converted, load_tokenizer_of, read_gguf
-from harness.commands.documents import Document, documents_of
+from harness.commands.documents import documents_of
 from harness.commands.report import print_table
-from harness.commands.saved import load_model, load_saved_tokenizer
+from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
+from harness.data.images import ImageCollator, as_parts, with_image_tokens
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
@@ -35,7 +36,8 @@ TOLERANCE_QUANTIZED = 0.1  # weights that were quantized after the training
 class HeldOut:
     """What a run has kept for the comparison."""
 
-    documents: dict[str, list[Document]]  # evaluated ones, by the label of their dataset, "" for a single one
+    # Evaluated ones, with their images if rows can have some, by the label of their dataset, "" for a single one.
+    documents: dict[str, list[tuple]]
     conversations: list[dict[str, Any]]  # the first ones, with their tokens
     results: dict[str, Any]  # of the run, with the logged losses
 
@@ -96,9 +98,13 @@ def read_held_out(folder: Path) -> HeldOut:
         table = pyarrow.parquet.read_table(folder / HELD_OUT)
     for row in table.to_pylist():
         if row["conversation"] is None:
-            held_out.documents.setdefault(row["dataset"], []).extend(documents_of(row))
+            found = documents_of(row)
+            if row.get("images") is not None:
+                found = [(*document, row["images"]) for document in found]
+            held_out.documents.setdefault(row["dataset"], []).extend(found)
         else:
-            held_out.conversations.append(json.loads(row["conversation"]) | {"input_ids": row["input_ids"]})
+            images = {} if row.get("images") is None else {"images": row["images"]}
+            held_out.conversations.append(json.loads(row["conversation"]) | {"input_ids": row["input_ids"]} | images)
     return held_out
 
 
@@ -106,24 +112,35 @@ def measure(model: Any, held_out: HeldOut, name: Path) -> dict[str, float]:
     """The loss per token of each evaluation dataset. The model gets every document alone."""
     from tqdm import tqdm
 
+    collate = None
+    if any(len(document) > 2 for documents in held_out.documents.values() for document in documents):
+        collate = ImageCollator(load_saved_processor(name))
     losses = {}
     for label, documents in held_out.documents.items():
-        parts = [document_loss(model, *part) for part in tqdm(documents, f"Evaluating {name}", unit="document", disable=None)]
+        shown = tqdm(documents, f"Evaluating {name}", unit="document", disable=None)
+        parts = [document_loss(model, document, collate) for document in shown]
         losses[label] = sum(loss for loss, _ in parts) / max(1, sum(count for _, count in parts))
     return losses
 
 
-def document_loss(model: Any, ids: list[int], labels: list[int], positions: int = 256) -> tuple[float, int]:
-    """The sum of the loss over a document, and the number of its tokens in the loss. Logits of `positions` tokens in float32."""
+def document_loss(model: Any, document: tuple, collate: ImageCollator | None, positions: int = 256) -> tuple[float, int]:
+    """The sum of the loss over a document, and the number of its tokens in the loss. Logits of `positions` tokens in float32.
+
+    `collate`: for documents with images.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
+    ids, labels, *images = document
     targets = torch.tensor(labels[1:])
     count = int((targets != IGNORED).sum())
     if not count:
         return 0.0, 0
+    inputs = {"input_ids": torch.tensor([ids])}
+    if images:
+        inputs = collate.for_prompts([ids], images)
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, :-1]
+        logits = model(**{name: value.to(model.device) for name, value in inputs.items()}).logits[0, :-1]
         total = 0.0
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
@@ -166,7 +183,11 @@ def check_prompts(model: Path, held_out: HeldOut, load_tokenizer: Callable[[], A
         # Not earlier answers of --split_conversations: templates drop their reasoning.
         for number in range(len(row.get("prompt", [0])), len(turns)):
             if turns[number]["role"] == "assistant" and turns[number].get("train") is not False:
-                tokens = render(tokenizer, turns[:number], row.get("tools"), row.get("chat_template_kwargs") or {})
+                asked = as_parts(turns[:number]) if "images" in row else turns[:number]
+                tokens = render(tokenizer, asked, row.get("tools"), row.get("chat_template_kwargs") or {})
+                if row.get("images"):
+                    labels = {"input_ids": tokens, "labels": tokens}
+                    tokens = with_image_tokens(labels, row["images"], load_saved_processor(model))["input_ids"]
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
     counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
     result = "ok" if all(equal) else "FAILED"

@@ -4,7 +4,16 @@ import itertools
 
 from harness.data import reading
 from harness.data.conversion import COLUMNS, Conversion, PlacedRow, find_conversion
-from harness.data.loading import Rows, check_same_format, examine_all, features_of, one_of_every_kind, open_dataset, placed
+from harness.data.loading import (
+    Rows,
+    check_same_format,
+    examine_all,
+    features_of,
+    one_of_every_kind,
+    open_dataset,
+    placed,
+    without_decoding,
+)
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import check_splits, evaluation_split
@@ -50,6 +59,8 @@ def check_source(data: DataSettings, source: Source) -> tuple[Conversion, list[P
         return None  # only `datasets` can tell what its cache holds
     # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
     splits = open_dataset(source, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
+    if data.formats:
+        splits = {split: without_decoding(rows, "images" in data.formats) for split, rows in splits.items()}
     test = evaluation_split(source, splits, data.needs_test_split)
     check_splits(source, test, splits, data.needs_test_split)
     if test in splits:

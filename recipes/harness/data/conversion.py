@@ -9,11 +9,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from harness.data import formats
+from harness.data import formats, images
 from harness.data.sources import DataSettings, Source
-from harness.data.turns import TOOLS, is_nothing, without
+from harness.data.turns import TOOLS, RefusedRow, is_nothing, without
 from harness.messages import UserError
 
 import xxhash
@@ -31,6 +32,10 @@ COLUMNS = {
         *("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "history"),
         *OF_TEMPLATE,
     ),
+    "images": (
+        *("messages", "conversations", "prompt", "completion", "images", "image"),
+        *OF_TEMPLATE,
+    ),
     "prompt_completion": ("prompt", "completion", "chosen"),
     "instruction": ("instruction", "input", "output"),
     "question_answer": ("question", "answer"),
@@ -38,6 +43,7 @@ COLUMNS = {
 }
 NEEDED = {
     "messages": ("prompt", "completion"),
+    "images": ("prompt", "completion"),
     "prompt_completion": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "question_answer": ("question", "answer"),
@@ -59,6 +65,7 @@ class Conversion:
     text_field: str
     column_map: dict[str, str] | None
     structs: tuple[str, ...]  # columns that are Arrow structs, whose rows have null for every key that another row has
+    folder: str = ""  # of the dataset, to which the paths of images are relative if its rows are of no text file
     template_arguments: dict[str, Any] | None = None  # --chat_template_kwargs
     keep: Callable[[dict], bool] | None = None  # of `load`: a function of a row; False: the row is skipped
 
@@ -66,6 +73,11 @@ class Conversion:
     def stored(self) -> Features:
         """The columns of the format; a row that lacks one has null."""
         return formats.stored_features(self.format, self.text_field)
+
+    def folder_of(self, place: str) -> str:
+        """To which the paths of images in a row are relative: the folder of the text file that has the row."""
+        file, in_file, _ = place.rpartition(", line ")
+        return str(Path(file).absolute().parent) if in_file else self.folder
 
     def convert(self, row: dict) -> tuple[dict | None, str]:
         """See `formats.examine`."""
@@ -84,6 +96,8 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
     facts = dict.fromkeys(FACTS, "") | {PLACE: place}
     try:
         converted, facts[REASON] = conversion.convert(row)
+        for image in (converted or {}).get("images", []):
+            facts[REASON] = facts[REASON] or images.find_file(image, conversion.folder_of(place))
         row = formats.rename(row, conversion.column_map)
         if converted is not None and conversion.keep and not conversion.keep(row):
             facts[REASON] = LEFT_OUT
@@ -97,9 +111,23 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
         return formats.complete(converted, conversion.stored) | facts
     except UserError:
         raise
+    except RefusedRow as error:
+        raise UserError(f"{place}: {error}") from error
     except Exception as error:  # whatever a row can hold, or `keep` of the recipe does
         advice = "correct or delete it" + (", or correct `keep` of the recipe" if conversion.keep else "")
         raise UserError(f"{place}: this row cannot be converted ({type(error).__name__}: {error}): {advice}") from error
+
+
+def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion) -> list[tuple | None]:
+    """By which changed, new and deleted image files of rows are found, although the file of the rows has not changed."""
+    versions = []
+    for place, row in rows:
+        try:
+            converted, _ = conversion.convert(row)
+        except Exception:  # `examine` says what is wrong and where
+            continue
+        versions += [images.version_of(image, conversion.folder_of(place)) for image in (converted or {}).get("images", [])]
+    return versions
 
 
 def is_bad_answer(row: dict, conversion: Conversion) -> bool:
@@ -117,7 +145,12 @@ def digest_of(row: dict) -> str:
     """A checksum of a converted row, the same for turns in one column or in two."""
     if turns := formats.turns_of(row):
         row = without(row, *formats.TURNS) | {"turns": [without(turn, "train") for turn in turns]}
-    return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=_checksum_of).encode())
+
+
+def _checksum_of(value: Any) -> str:
+    """Of the bytes of an image; any other value that JSON has no form for as a text."""
+    return xxhash.xxh3_64_hexdigest(value) if isinstance(value, bytes) else str(value)
 
 
 @dataclass(frozen=True)
@@ -174,7 +207,7 @@ def cut_texts(value: Any, letters: int) -> Any:
             return json.dumps(cut_texts(json.loads(value), letters), ensure_ascii=False)
         except json.JSONDecodeError:
             pass
-    pieces = re.split(r"(</?think>)", value)
+    pieces = re.split(rf"(</?think>|{images.IMAGE})", value)
     return "".join(piece if index % 2 else piece[:letters] for index, piece in enumerate(pieces))
 
 
@@ -198,6 +231,8 @@ def find_conversion(
     first = list(itertools.islice(rows, ROWS_TO_CHECK))
     if not first:
         raise UserError(f"dataset {source.display_name}: it is empty: no rows in {source.train_split}")
+    path = Path(source.name).absolute()
+    folder = str(path if path.is_dir() else path.parent)
     names = dict.fromkeys(features or ())
     for _, row in first:
         names |= dict.fromkeys(row)
@@ -210,7 +245,7 @@ def find_conversion(
     candidates = first
     while candidates:
         for format in data.formats:
-            conversion = Conversion(format, data.text_field, column_map, structs, data.template_arguments)
+            conversion = Conversion(format, data.text_field, column_map, structs, folder, data.template_arguments)
             if found := list(itertools.islice(usable_rows(candidates, conversion), ROWS_TO_CHECK)):
                 check_flags_of_conversations(data, source, format)
                 some = [row for _, row in candidates[:ROWS_TO_CHECK]]
@@ -231,7 +266,7 @@ def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[P
 def check_flags_of_conversations(data: DataSettings, source: Source, format: str) -> None:
     """Raises UserError if a flag that is for conversations is passed for rows that are none."""
     name = source.display_name
-    if data.split_conversations and format != "messages":
+    if data.split_conversations and format not in ("messages", "images"):
         raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
     if data.template_arguments and format not in formats.CONVERSATIONS:
         raise UserError(f"--chat_template_kwargs is for conversations, but {name} has none: leave out the flag")
@@ -291,6 +326,9 @@ def is_ignored(column: str, rows: list[dict], conversion: Conversion) -> bool:
     for row in rows:
         if not is_nothing(row.get(column)):
             has_values = True
-            if conversion.convert(row) != conversion.convert(without(row, column)):
+            try:
+                if conversion.convert(row) != conversion.convert(without(row, column)):
+                    return False
+            except RefusedRow:  # without its images
                 return False
     return has_values

@@ -8,6 +8,7 @@
 - prompt_completion: {"prompt": str, "completion": str}
 - instruction: {"instruction": str, "input": str, "output": str}
 - question_answer: {"question": str, "answer": str}
+- images: {"messages": […], "images": [{"bytes": …, "path": …}, …]}, as `messages`, with <image> in contents; see images.py
 - preference: {"prompt": […], "chosen": […], "rejected": […]}, lists of messages; also with "tools" and "chat_template_kwargs"
 
 For `messages` and `prompt_completion`, preference data is read as `prompt` and `completion`, or as `messages`, without
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.compat.datasets import store_json_exactly
+from harness.data import images
 from harness.data.turns import (
     CONVERSATION_COLUMNS,
     END_OF_THINK,
@@ -53,7 +55,7 @@ KNOWN_KEYS = (
     "thinking",
     "train",
 )  # of a turn of a converted row
-CONVERSATIONS = ("messages", "preference")  # formats whose rows a chat template renders
+CONVERSATIONS = ("messages", "images", "preference")  # formats whose rows a chat template renders
 NO_ANSWER = "without an answer"
 
 
@@ -170,6 +172,19 @@ def _to_messages(row: dict, text_field: str) -> dict:
     else:
         raise SkippedRow(_why_no_answer(row))
     return _conversation(row, messages=_history(row) + turns)
+
+
+def _to_images(row: dict, text_field: str) -> dict:
+    """A row with messages and the images that belong to them."""
+    of_parts: list = []
+    for column in (*CONVERSATION_COLUMNS, "prompt", "completion", "chosen"):
+        if column in row:
+            row[column] = images.mark_parts(row[column], of_parts)
+    converted = _to_messages(row, text_field)
+    if "completion" in converted:
+        converted = as_messages(converted)
+    found = images.read_images(row.get("images")) or images.read_images(row.get("image")) or images.read_images(of_parts)
+    return converted | {"messages": images.place_images(converted["messages"], len(found)), "images": found}
 
 
 def _with_turns_in_json(row: dict, columns: tuple[str, ...]) -> dict:
@@ -361,6 +376,7 @@ def _without_last_questions(turns: list[dict]) -> list[dict]:
 CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "text": _to_text,
     "messages": _to_messages,
+    "images": _to_images,
     "prompt_completion": _to_prompt_completion,
     "instruction": _to_instruction,
     "question_answer": _to_question_answer,
@@ -371,6 +387,7 @@ DESCRIPTIONS = {
     "text": "texts (a column `text`, or the one of --dataset_text_field)",
     "messages": "conversations (`messages` with role and content, or `conversations` with from and value), `prompt` and "
     "`completion` or `chosen`, or `instruction`, `input` and `output`",
+    "images": "conversations (`messages` with role and content) with `images`, one for each part of the type image",
     "prompt_completion": "`prompt` and `completion` or `chosen` as texts",
     "instruction": "`instruction`, `input` and `output`",
     "question_answer": "`question` and `answer`",
@@ -391,9 +408,12 @@ def stored_features(format: str, text_field: str) -> Features:
     if format in texts:
         return Features({name: Value("string") for name in texts[format]})
     store_json_exactly()
-    columns = ("prompt", "chosen", "rejected") if format == "preference" else ("messages", "prompt", "completion")
+    columns = {"preference": ("prompt", "chosen", "rejected"), "images": ("messages",)}.get(
+        format, ("messages", "prompt", "completion")
+    )
     turns = {name: List(Json()) for name in (*columns, "tools")}
-    return Features(turns | {TEMPLATE_ARGUMENTS: Json()})
+    of_images = {"images": images.FEATURE} if format == "images" else {}
+    return Features(turns | of_images | {TEMPLATE_ARGUMENTS: Json()})
 
 
 def complete(row: dict, features: Features) -> dict:
@@ -427,7 +447,10 @@ def split_answers(row: dict) -> list[dict]:
     rows = []
     for index in range(first, len(turns)):
         if turns[index]["role"] == "assistant" and turns[index].get("train", True):
-            rows.append({"messages": [*_as_context(turns[:index]), turns[index]], **without(row, *TURNS)})
+            part = without(row, *TURNS) | {"messages": [*_as_context(turns[:index]), turns[index]]}
+            if "images" in row:  # those of later turns are not in this row
+                part["images"] = row["images"][: images.count_marks(part["messages"])]
+            rows.append(part)
     return rows
 
 

@@ -33,6 +33,7 @@ from harness.data.conversion import (
     find_conversion,
     shape_of,
     usable_rows,
+    versions_of_images,
 )
 from harness.data.held_out import hold_out, hold_out_of_stream
 from harness.data.mixture import mix, share
@@ -150,7 +151,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     limit = 0 if is_whole else source.first_rows
     splits = open_dataset(source, streaming=data.streaming or limit > 0)
     if data.formats:
-        splits = {split: without_decoding(rows) for split, rows in splits.items()}
+        splits = {split: without_decoding(rows, "images" in data.formats) for split, rows in splits.items()}
     test = evaluation_split(source, splits, data.needs_test_split)
     raw = splits[source.train_split]
     conversion, first = find_conversion(data, source, placed(raw, source, source.train_split), features_of(raw))
@@ -201,16 +202,21 @@ def open_dataset(source: Source, streaming: bool) -> dict[str, Rows]:
     return reading.open_splits(source.name, source.config, streaming, source.text_rows)
 
 
-def without_decoding(rows: Rows) -> Rows:
-    """Rows whose images, audio and videos stay as they are: a recipe for texts needs none, and they can be URLs to request."""
+def without_decoding(rows: Rows, keeps_lists: bool) -> Rows:
+    """Rows whose images, audio and videos stay as they are: a recipe for texts needs none, and they can be URLs to request.
+
+    `keeps_lists`: also lists of them, which `datasets` copies to change how they are read.
+    """
     for name, feature in (features_of(rows) or {}).items():
         if not require_decoding(feature) or "Json(" in repr(feature):
             continue
         if isinstance(rows, IterableDataset):
             return rows.decode(False)
-        if hasattr(feature, "decode"):
-            feature = copy.copy(feature)
-            feature.decode = False
+        feature = copy.deepcopy(feature)
+        of_list = getattr(feature, "feature", None)
+        decoded = of_list if keeps_lists and hasattr(of_list, "decode") else feature
+        if hasattr(decoded, "decode"):
+            decoded.decode = False
             rows = rows.cast_column(name, feature)
         else:  # a list of them
             rows = rows.remove_columns(name)
@@ -302,6 +308,8 @@ def examine_all(rows: Dataset | TextFiles, conversion: Conversion, source: Sourc
     if limit:
         return Dataset.from_list(list(itertools.islice(examined(), limit)), features=features)
     version = rows.versions() if isinstance(rows, TextFiles) else generate_fingerprint(rows)
+    if isinstance(rows, TextFiles) and conversion.format == "images":
+        version += versions_of_images(rows, conversion)
     keep = Hasher.hash(conversion.keep)  # as `Dataset.filter` does
     with hub_errors("dataset", source.display_name):
         return make_once(examined, features, [version, source.display_name, split, replace(conversion, keep=None), keep])

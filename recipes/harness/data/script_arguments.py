@@ -49,6 +49,10 @@ class ScriptArguments(trl.ScriptArguments):
             "chat_template_kwargs of a row has precedence."
         },
     )
+    max_pixels: int = field(
+        default=1_000_000,
+        metadata={"help": "Larger images are shrunk to so many pixels, also by the saved processor."},
+    )
     text_rows: str | None = field(
         default=None,
         metadata={

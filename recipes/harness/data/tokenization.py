@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.batches import IGNORED, is_packed
+from harness.data import images
 from harness.data.chat_templates import in_words, load_bare_tokenizer, options_of, training_template
 from harness.data.streams import documents_per_batch
 from harness.messages import UserError, print_once
 from harness.runs import Run
 
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig, pack_dataset
 from trl.chat_template_utils import is_chat_template_stop_token_trained
@@ -24,6 +25,7 @@ from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
 TOKENS = ["input_ids", "labels"]
+IMAGES = "images"  # a column of rows with images, which stay as they are until a batch is made
 # The first rows, of which those without a label are counted where packing does not drop them.
 COUNTED_ROWS = 2_000
 COUNTED_ROWS_OF_STREAM = 100
@@ -54,10 +56,32 @@ def load_tokenizer(model_args: ModelConfig, training_args: TrainingArguments) ->
     return tokenizer
 
 
+def load_processor(script_args: Any, model_args: ModelConfig, training_args: TrainingArguments) -> ProcessorMixin:
+    """The processor of a model that reads images, with the tokenizer of `load_tokenizer`, for images of at most --max_pixels."""
+    name = model_args.model_name_or_path
+    tokenizer_template = getattr(training_args, "chat_template_path", None)
+    tokenizer = load_tokenizer(model_args, training_args)
+    try:
+        processor = AutoProcessor.from_pretrained(name, revision=model_args.model_revision)
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"--model_name_or_path: images cannot be read: {reason[:200]}: install requirements.txt, with ./launch.sh --install"
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"--model_name_or_path: {name} reads no images: pass a model that does, or use a recipe for texts")
+    if not tokenizer_template and processor.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    processor.tokenizer = tokenizer
+    processor.chat_template = tokenizer.chat_template
+    images.limit_pixels(processor, script_args.max_pixels)
+    return processor
+
+
 def tokenize(
     train_dataset: Rows,
     eval_dataset: Rows | dict[str, Rows] | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     training_args: SFTConfig,
     run: Run,
 ) -> tuple[Rows, Rows | dict[str, Rows] | None]:
@@ -78,6 +102,8 @@ def tokenize(
         evaluated = tokenize_split("eval", eval_dataset, tokenizer, training_args, packs, run)
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
     training_args.dataset_kwargs = {"skip_prepare_dataset": True}
+    if isinstance(tokenizer, ProcessorMixin):
+        training_args.remove_unused_columns = False  # SFTTrainer would remove the tokens of rows with images
     return train, evaluated
 
 
@@ -89,7 +115,7 @@ def are_tokenized(training_args: TrainingArguments) -> bool:
 def tokenize_split(
     split: str,
     rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     args: SFTConfig,
     packs: bool,
     run: Run,
@@ -109,7 +135,7 @@ def tokenize_split(
     return tokens.shuffle(seed=args.seed) if args.shuffle_dataset else tokens
 
 
-def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
+def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, args: SFTConfig) -> Rows:
     """The rows as tokens with labels, of any length.
 
     The functions of `map` get plain values, so that all processes of a run, and --prepare, find the same rows in the cache.
@@ -118,6 +144,8 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, a
     if first is None:
         raise UserError(f"the {split} rows are empty: see what the recipe drops, and the rows with --preview")
     columns = rows.column_names or list(first)
+    processor = tokenizer
+    tokenizer = getattr(processor, "tokenizer", processor)
     if {"assistant_masks", "completion_mask"} & first.keys() and "labels" not in first:
         raise UserError(f"the {split} rows have a mask and no labels: add a column labels, -100 for tokens that do not count")
     if "input_ids" in first:
@@ -127,6 +155,10 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, a
         only_completions = "prompt" in first if args.completion_only_loss is None else args.completion_only_loss
         values = {"tokenizer": tokenizer, "template": template, "only_completions": only_completions}
         settings = {"function": tokens_of_conversation, "fn_kwargs": values}
+        if IMAGES in first:
+            if is_packed(args):
+                raise UserError("--packing: rows with images are not packed: pass --packing false")
+            settings = {"function": tokens_of_images, "fn_kwargs": {"processor": processor, "template": template}}
     elif args.assistant_only_loss:
         raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
     elif args.dataset_text_field in first or {"prompt", "completion"} <= first.keys():
@@ -141,7 +173,8 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, a
         )
     if isinstance(rows, Dataset):
         settings |= {"num_proc": args.dataset_num_proc, "desc": f"Tokenizing {split} dataset"}
-    return rows.map(**settings, remove_columns=[name for name in columns if name not in TOKENS]).select_columns(TOKENS)
+    kept = [*TOKENS, IMAGES] if IMAGES in first else TOKENS
+    return rows.map(**settings, remove_columns=[name for name in columns if name not in kept]).select_columns(kept)
 
 
 def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -195,6 +228,13 @@ def tokens_of_conversation(
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
 
 
+def tokens_of_images(row: dict, processor: ProcessorMixin, template: str | None) -> dict[str, list[int]]:
+    """The tokens of a conversation with all of those that its images have."""
+    row = row | {"messages": images.as_parts(row["messages"])}
+    tokens = tokens_of_conversation(row, processor.tokenizer, template, False)
+    return images.with_image_tokens(tokens, row[IMAGES], processor)
+
+
 def length_of_prompt(prompt: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """How many of the tokens of a row are its prompt: those that the prompt alone has too."""
     length = common_prefix_length(prompt, ids)
@@ -244,7 +284,9 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | 
 
 
 def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
-    """Rows cut to --max_length. Those without a label are dropped, and their number is printed."""
+    """Rows cut to --max_length. Those without a label are dropped, and their number is printed. Longer rows with images too."""
+    if IMAGES in (tokens.column_names or []):
+        return drop_long_rows(split, tokens, args, run)
     settings: dict[str, Any] = {"fn_kwargs": {"length": args.max_length, "keeps_start": args.truncation_mode == "keep_start"}}
     if isinstance(tokens, IterableDataset):
         if run.trains:
@@ -254,8 +296,26 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     kept = tokens.map(cut_row, **settings).filter(
         has_loss, input_columns=["labels"], num_proc=args.dataset_num_proc, desc=DROPPING
     )
-    print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", args, run)
+    print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", without_loss(args), run)
     return kept
+
+
+def drop_long_rows(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
+    """The rows of at most --max_length tokens: a part of an image has no meaning, and what follows it is the answer."""
+    settings: dict[str, Any] = {"input_columns": ["input_ids"], "fn_kwargs": {"length": args.max_length}}
+    reason = f"with their images they have more than --max_length {args.max_length} tokens"
+    if isinstance(tokens, IterableDataset):
+        first = list(itertools.islice(tokens, COUNTED_ROWS_OF_STREAM))
+        long = sum(len(row["input_ids"]) > args.max_length for row in first)
+        print_dropped_rows(split, long, len(first), "first ", reason, run)
+        return tokens.filter(has_length, **settings)
+    kept = tokens.filter(has_length, **settings, num_proc=args.dataset_num_proc, desc="Dropping long rows")
+    print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", reason, run)
+    return kept
+
+
+def has_length(ids: list[int], length: int) -> bool:
+    return len(ids) <= length
 
 
 def cut_row(row: dict, length: int, keeps_start: bool) -> dict[str, list[int]]:
@@ -291,13 +351,16 @@ def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig, run
     without = 0
     for row in first:
         without += not has_loss(cut_row(row, args.max_length, keeps_start)["labels"])
-    print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", args, run)
+    print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", without_loss(args), run)
 
 
-def print_dropped_rows(split: str, count: int, of: int, which: str, args: SFTConfig, run: Run) -> None:
-    """Prints that `count` of `of` rows are not used. Raises UserError if these are all."""
+def without_loss(args: SFTConfig) -> str:
+    return f"no token that counts in the loss is within --max_length {args.max_length}"
+
+
+def print_dropped_rows(split: str, count: int, of: int, which: str, reason: str, run: Run) -> None:
+    """Prints that `count` of `of` rows are not used, and why. Raises UserError if these are all."""
     kind = "training rows" if split == "train" else "evaluation rows"
-    reason = f"no token that counts in the loss is within --max_length {args.max_length}"
     if count == of > 0:
         of_rehearsal = " (a rehearsal sets it to a small one)" if run.tiny else ""
         raise UserError(

@@ -53,6 +53,10 @@ class SkippedRow(ValueError):
     """A row that cannot be trained on. Its message continues "3 rows …"."""
 
 
+class RefusedRow(ValueError):
+    """A row that ends the run. Its message follows the place of the row."""
+
+
 def is_nothing(value: Any) -> bool:
     """Whether a value is missing: null, NaN, a text of spaces, an empty list or object."""
     if isinstance(value, str):

@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 import functools
 import hashlib
+import io
 import itertools
 import os
 import random
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.conversion import MAX_LETTERS
+from harness.data.images import limit_pixels
 from harness.data.loading import REHEARSED_ROWS
 from harness.data.sources import DataSettings, Source
 from harness.hub import TOKENIZER, hub_errors
@@ -35,6 +37,8 @@ SHARDS = 8  # Parquet files per split, so that up to eight processes read differ
 DATASETS = yaml.safe_load(Path(__file__).with_name("tiny_data.yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 VOCABULARY = 2048
+IMAGES_OF_ROWS = (1, 2, 0, 1)  # in turn
+TINY_PIXELS = 64 * 64  # of an image: four tokens of Qwen's, whose patches have 16 x 16 pixels
 _YAML = yaml.safe_load(Path(__file__).with_name("tiny_model.yaml").read_text("utf-8"))
 FAMILIES, SIZES = _YAML["families"], _YAML["sizes"]
 # The values of a rehearsal, unless a flag says otherwise: the recipe's own are for days on GPUs.
@@ -146,7 +150,7 @@ def make_dataset(source: Source, folder: Path, repeats: int = 1) -> None:
 
     Nine tenths of them are in the first split, the rest in the others.
     """
-    from datasets import Dataset
+    from datasets import Dataset, Image, List
 
     splits = DATASETS[source.name]["splits"]
     columns = DATASETS[source.name]["columns"]
@@ -158,6 +162,8 @@ def make_dataset(source: Source, folder: Path, repeats: int = 1) -> None:
     for place, split in enumerate(splits):
         end = len(made) if split == splits[-1] else int(len(made) * (0.9 + 0.1 * place / (len(splits) - 1)))
         rows = Dataset.from_list(made[start:end])
+        if "images" in columns:
+            rows = rows.cast_column("images", List(Image()))
         start = end
         (folder / split).mkdir(parents=True)
         for shard in range(SHARDS):
@@ -187,6 +193,14 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
         return text[:100]
     if kind == "answer with a number":
         return f"{text[:50]}\n#### {index}"
+    if kind == "messages with images":
+        question, answer = _conversation(text)[:2]
+        parts = [{"type": "image", "text": None}] * IMAGES_OF_ROWS[index % len(IMAGES_OF_ROWS)]
+        question["content"] = [*parts, {"type": "text", "text": question["content"][:100]}]
+        answer["content"] = [{"type": "text", "text": answer["content"]}]
+        return [question, answer]
+    if kind == "images":
+        return [_picture(index + number) for number in range(IMAGES_OF_ROWS[index % len(IMAGES_OF_ROWS)])]
     if kind == "int64":
         return index
     if kind == "float64":
@@ -199,6 +213,15 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
     words = text[:200].split(" ")  # prompt and completion together stay below a rehearsal's max_length
     position = prose.index(name)
     return " ".join(words[len(words) * position // len(prose) : len(words) * (position + 1) // len(prose)])
+
+
+def _picture(index: int) -> dict[str, Any]:
+    """An image of one colour, as a column of images has it. Images have different sizes."""
+    from PIL import Image
+
+    made = io.BytesIO()
+    Image.new("RGB", (32 + index % 5 * 16, 48), (index % 256, index * 7 % 256, 90)).save(made, "PNG")
+    return {"bytes": made.getvalue(), "path": None}
 
 
 def _conversation(text: str) -> list[dict[str, str]]:
@@ -239,9 +262,13 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
             config = AutoConfig.from_pretrained(name, revision=revision)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         tokenizer = tokenizer.train_new_from_iterator(documents(), VOCABULARY, show_progress=False)
+    processor = make_processor(name, revision, known, tokenizer, config) if has_vision_part(config) else None
     replaced = {"vocab_size": len(tokenizer)}
     for name_of_id in ("bos_token_id", "eos_token_id", "pad_token_id"):
         replaced[name_of_id] = getattr(tokenizer, name_of_id)
+    for name_of_id in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        if hasattr(processor, name_of_id):
+            replaced[name_of_id] = getattr(processor, name_of_id)
     logging.disable_progress_bar()
     set_seed(0)
     try:
@@ -252,7 +279,37 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
         raise UserError(f"cannot make a two-layer model of the architecture of {name}: {reason}"[:400]) from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if processor:
+        processor.save_pretrained(folder)
     logging.enable_progress_bar()
+
+
+def make_processor(
+    name: str, revision: str, known: dict | None, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig
+) -> Any | None:
+    """The processor of a model that reads images, for tiny ones; None if a package that it needs is missing.
+
+    `known`: a family of tiny_model.yaml; else the processor is that of the model, with the small tokenizer.
+    """
+    import transformers
+
+    try:
+        if known:
+            sizes = {"patch_size": config.vision_config.patch_size, "merge_size": config.vision_config.spatial_merge_size}
+            parts = {}
+            for part, class_name in known["processor"]["parts"].items():
+                parts[part] = getattr(transformers, class_name)(**sizes)
+            processor = getattr(transformers, known["processor"]["class"])(
+                tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts
+            )
+        else:
+            processor = transformers.AutoProcessor.from_pretrained(name, revision=revision)
+            parts = {part: getattr(processor, part) for part in processor.get_attributes()} | {"tokenizer": tokenizer}
+            processor = type(processor)(**parts, chat_template=processor.chat_template)
+    except (ImportError, OSError):
+        return None
+    limit_pixels(processor, TINY_PIXELS)
+    return processor
 
 
 def has_vision_part(config: PreTrainedConfig) -> bool:

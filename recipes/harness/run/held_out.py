@@ -37,14 +37,15 @@ def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
     for row in conversations:
         text = json.dumps({name: row[name] for name in columns if name in row})
-        rows.append({"dataset": "", "conversation": text, "input_ids": row["input_ids"], "labels": [], "seq_lengths": []})
+        kept = {"dataset": "", "conversation": text, "input_ids": row["input_ids"], "labels": [], "seq_lengths": []}
+        rows.append(kept | {"images": row.get("images")})
     with draft_of(Path(trainer.args.output_dir, HELD_OUT)) as draft:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
 
 
 def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
     """Tokens and labels of a row as the model gets them, and the lengths of its documents."""
-    columns = ("input_ids", "labels", "seq_lengths", "attention_mask")
+    columns = ("input_ids", "labels", "seq_lengths", "attention_mask", "images")
     batch = trainer.data_collator([{name: row[name] for name in columns if name in row}])
     ids = batch["input_ids"][0]
     labels = batch["labels"][0]
@@ -52,4 +53,5 @@ def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
         is_token = batch["attention_mask"][0].bool()
         ids = ids[is_token]
         labels = labels[is_token]
-    return {"input_ids": ids.tolist(), "labels": labels.tolist(), "seq_lengths": row.get("seq_lengths") or [len(ids)]}
+    lengths = row.get("seq_lengths") or [len(ids)]
+    return {"input_ids": ids.tolist(), "labels": labels.tolist(), "seq_lengths": lengths, "images": row.get("images")}

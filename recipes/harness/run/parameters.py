@@ -34,16 +34,21 @@ def freeze_unused_parts(trainer: Trainer) -> None:
     if config is None or "text_config" not in config.sub_configs or config.is_encoder_decoder:
         return
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
-        if trainer.accelerator.ddp_handler:
+        if trainer.accelerator.ddp_handler and any(weight.requires_grad for weight in parameters_outside_of_text(model)):
             trainer.accelerator.ddp_handler.find_unused_parameters = True
         return
     head = model.get_output_embeddings()
     if head is None:  # a classifier
         return
-    used = {*model.get_decoder().parameters(), *head.parameters()}
-    for weight in model.parameters():
-        if weight not in used:
-            weight.requires_grad_(False)
+    for weight in parameters_outside_of_text(model):
+        weight.requires_grad_(False)
+
+
+def parameters_outside_of_text(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of the parts that read images or sound."""
+    head = model.get_output_embeddings()
+    used = {*model.get_decoder().parameters(), *([] if head is None else head.parameters())}
+    return [weight for weight in model.parameters() if weight not in used]
 
 
 def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:

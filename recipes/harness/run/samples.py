@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 from harness.compat.transformers import generate_on
+from harness.data.images import ImageCollator, shorten_images
 from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run.failures import only_report
@@ -50,7 +51,9 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     options = {"batch_first": True, "padding_side": "left"}
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], padding_value=pad, **options)
-    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], **options)
+    inputs = {"input_ids": ids, "attention_mask": pad_sequence([torch.ones_like(torch.tensor(p)) for p in prompts], **options)}
+    if "images" in rows[0]:
+        inputs = ImageCollator(trainer.processing_class, "left").for_prompts(prompts, [row["images"] for row in rows])
     device = trainer.accelerator.device
     model.eval()
     torch.manual_seed(0)  # on every process, so that they generate the same tokens
@@ -60,8 +63,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     autocast = trainer.accelerator.autocast()
     with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
         generated = model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
+            **{name: value.to(device) for name, value in inputs.items()},
             max_new_tokens=12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48),
             do_sample=True,
             top_p=0.9,
@@ -75,7 +77,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         texts = []
         for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else ids.shape[1] :].tolist(), strict=True):
             tokens = tokens[1:] if has_encoder else tokens  # the first one starts the decoder
-            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{_decode_answer(tokens, model, tokenizer)}\n")
+            prompt = shorten_images(tokenizer.decode(prompt), trainer.processing_class)
+            texts.append(f"--- prompt\n{prompt}\n--- generated\n{_decode_answer(tokens, model, tokenizer)}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
         with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:

@@ -18,7 +18,15 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -102,7 +110,12 @@ def set_layer_classes(trainer: Trainer) -> None:
     """Names the layer classes to wrap. accelerate 1.15 fails for a model that also lists layers it does not have."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is None:
-        names = {type(layer).__name__ for layer in transformer_layers(trainer.model).values()}
+        layers = list(transformer_layers(trainer.model).values())
+        if isinstance(trainer.processing_class, ProcessorMixin):
+            # A frozen part that reads images is gathered with the outermost module: a process whose rows have no images skips
+            # its layers, and would not take part in their all-gathers.
+            layers = [layer for layer in layers if any(weight.requires_grad for weight in layer.parameters())] or layers
+        names = {type(layer).__name__ for layer in layers}
         plugin.transformer_cls_names_to_wrap = sorted(names)
 
 
@@ -243,7 +256,8 @@ def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: Acc
     layers = transformer_layers(model)
     unsharded = []
     for name, layer in layers.items():
-        if not isinstance(layer, FSDPModule):
+        is_trained = any(weight.requires_grad for weight in layer.parameters())
+        if is_trained and not isinstance(layer, FSDPModule):
             unsharded.append(name)
         unsharded += [f"{name}.{path}" for path, weight in layer.named_parameters() if not isinstance(weight, DTensor)]
     if unsharded or not layers:
@@ -260,7 +274,7 @@ def gather_experts_early(model: FSDPModule) -> None:
     kernel for all experts at once only for compute capabilities 9.0 and 10.0; on other GPUs the host waits in every layer, to
     read how many tokens each expert gets, and nothing would be gathered meanwhile. Memory: the same.
     """
-    layers = list(transformer_layers(model).values())
+    layers = [layer for layer in transformer_layers(model).values() if isinstance(layer, FSDPModule)]
     if any(weight.dim() == 3 for weight in torch.nn.ModuleList(layers).parameters()):  # the weights of all experts are one
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])

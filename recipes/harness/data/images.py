@@ -1,0 +1,241 @@
+"""Images of rows: where they are in a conversation, their files, their tokens, and the batches that a model reads.
+
+In a converted row `images` has the bytes or the absolute path of each image, and the contents of `messages` have `<image>` where
+it is. Rows keep both until a batch is made (`ImageCollator`): only then an image is decoded completely, by the process, or the
+worker of its loader, that trains on it.
+"""
+
+import base64
+import functools
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from harness.batches import IGNORED
+from harness.data.turns import CONTENT, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json
+from harness.messages import UserError
+
+import PIL.Image
+import PIL.ImageOps
+from datasets import List, Value
+
+IMAGE = "<image>"  # in a content; also in rows of LLaVA and LLaMA-Factory
+FEATURE = List({"bytes": Value("binary"), "path": Value("string")})
+PARTS = ("image", "image_url", "input_image")  # types of parts of a content
+KEYS_OF_PART = ("image", "path", "url", "image_url")  # under which a part itself has its image
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # of EXIF: how a camera was held
+AREA = 100_000  # a `size` above it counts pixels, one below it is a length
+
+
+def mark_parts(value: Any, found: list) -> Any:
+    """Turns in which image parts are texts, IMAGE. Images that the parts themselves have are added to `found`."""
+    turns = read_json(value)
+    if isinstance(turns, list):
+        turns = [read_json(turn) for turn in turns]
+    if not isinstance(turns, list) or not is_conversation(turns):
+        return value
+    marked = []
+    for turn in turns:
+        for key in CONTENT:
+            if isinstance(turn.get(key), list):
+                turn = turn | {key: [_mark_part(part, found) for part in turn[key]]}
+        marked.append(turn)
+    return marked
+
+
+def _mark_part(part: Any, found: list) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in PARTS:
+        return part
+    image = next((part[key] for key in KEYS_OF_PART if part.get(key)), None)
+    if isinstance(image, dict) and "url" in image:  # OpenAI's form
+        image = image["url"]
+    if image is not None:
+        found.append(image)
+    return {"type": "text", "text": IMAGE}
+
+
+def read_images(value: Any) -> list[dict]:
+    """The images in a column: one or several paths, `data:` URLs, or bytes of files, as `datasets` has them."""
+    value = read_json(value)
+    if is_nothing(value):
+        return []
+    return [_read_image(image) for image in (value if isinstance(value, list) else [value])]
+
+
+def _read_image(image: Any) -> dict:
+    if isinstance(image, str) and image.startswith("data:"):
+        image = base64.b64decode(image.partition(",")[2])
+    if isinstance(image, str):
+        return {"bytes": None, "path": image.removeprefix("file://")}
+    if isinstance(image, bytes):
+        return {"bytes": image, "path": None}
+    if isinstance(image, dict) and (image.get("bytes") or image.get("path")):
+        return {"bytes": image.get("bytes"), "path": image.get("path")}
+    raise SkippedRow("with an image that is neither a path nor the bytes of a file")
+
+
+def place_images(turns: list[dict], count: int) -> list[dict]:
+    """Turns with as many marks as there are images. Without any mark, the images come first in the first question, as in TRL."""
+    marks = count_marks(turns)
+    if marks == count:
+        return turns
+    first = next((index for index, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if marks or first is None:
+        raise RefusedRow(
+            f"it has {count} images, and {marks} places for one in its messages (parts of the type image, or {IMAGE} in a text): "
+            "write one place for each image"
+        )
+    turn = turns[first] | {"content": IMAGE * count + turns[first]["content"]}
+    return [*turns[:first], turn, *turns[first + 1 :]]
+
+
+def count_marks(turns: list[dict]) -> int:
+    return sum(turn["content"].count(IMAGE) for turn in turns)
+
+
+def find_file(image: dict, folder: str) -> str:
+    """Makes the path of an image absolute. Returns why its row is skipped, "" if the image can be read.
+
+    `folder`: to which paths are relative. Raises RefusedRow for a remote image.
+    """
+    name = image["path"]
+    if image["bytes"] is None and "://" in name:
+        raise RefusedRow(f"the image {name} is an address, and a run downloads none: download it, and write the path of the file")
+    if image["bytes"] is None:
+        image["path"] = absolute(name, folder)
+        if not Path(image["path"]).is_file():
+            return f"whose image {name} does not exist"
+    try:
+        with open_image(image) as opened:
+            opened.draft("L", (1, 1))  # a JPEG is decoded at an eighth of its size, which finds an incomplete one too
+            opened.load()
+    except Exception:  # a file can be broken in any way
+        return f"whose image {name or 'in the dataset'} cannot be read"
+    return ""
+
+
+def absolute(path: str, folder: str) -> str:
+    return str(Path(folder, Path(path).expanduser()))
+
+
+def version_of(image: dict, folder: str) -> tuple[int, int] | None:
+    """By which a changed file is found; None for bytes, and for a file that does not exist."""
+    path = None if image["bytes"] is not None else Path(absolute(image["path"], folder))
+    if path is None or not path.is_file():
+        return None
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def open_image(image: dict) -> PIL.Image.Image:
+    """The image without its pixels, which are read when they are needed."""
+    return PIL.Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"]))
+
+
+def size_of(image: dict) -> tuple[int, int]:
+    """Width and height, upright."""
+    with open_image(image) as opened:
+        width, height = opened.size
+        return (height, width) if opened.getexif().get(ORIENTATION) in SIDEWAYS else (width, height)
+
+
+def decode(image: dict) -> PIL.Image.Image:
+    """The pixels, upright and in three colours."""
+    try:
+        with open_image(image) as opened:
+            return PIL.ImageOps.exif_transpose(opened).convert("RGB")
+    except OSError as error:  # it could be read when the run began
+        raise UserError(f"--dataset_name: the image {image['path']} can no longer be read: {error}") from error
+
+
+def limit_pixels(processor: Any, pixels: int) -> None:
+    """Makes a processor shrink larger images to so many pixels, if it has such a limit; others have a fixed size."""
+    size = processor.image_processor.size
+    if (size.get("longest_edge") or 0) > AREA:
+        limits = {"longest_edge": min(size["longest_edge"], pixels), "shortest_edge": min(size["shortest_edge"], pixels)}
+        processor.image_processor.size = limits
+
+
+def as_parts(turns: list[dict]) -> list[dict]:
+    """Turns whose contents are lists of parts, as the chat template of a processor expects them."""
+    changed = []
+    for turn in turns:
+        parts = []
+        for index, text in enumerate(turn["content"].split(IMAGE)):
+            parts += [{"type": "image"}] if index else []
+            parts += [{"type": "text", "text": text}] if text else []
+        changed.append(turn | {"content": parts})
+    return changed
+
+
+def with_image_tokens(tokens: dict[str, list[int]], images: list[dict], processor: Any) -> dict[str, list[int]]:
+    """Tokens and labels of a row with all tokens of each image, where its chat template has written one. None of them counts."""
+    mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    left = iter(images)
+    ids = []
+    labels = []
+    for token, label in zip(tokens["input_ids"], tokens["labels"], strict=True):
+        of_image = tokens_of_size(processor, *size_of(next(left))) if token == mark else None
+        ids += [token] if of_image is None else of_image
+        labels += [label] if of_image is None else [IGNORED] * len(of_image)
+    return {"input_ids": ids, "labels": labels}
+
+
+@functools.lru_cache(4096)
+def tokens_of_size(processor: Any, width: int, height: int) -> list[int]:
+    """The tokens of an image of this size. Its pixels do not matter."""
+    image = PIL.Image.new("RGB", (width, height))
+    return processor(text=[processor.image_token], images=[[image]], add_special_tokens=False)["input_ids"][0]
+
+
+class ImageCollator:
+    """Makes batches of rows with `input_ids`, `labels` and `images`: padded tokens, and the pixels of their images."""
+
+    def __init__(self, processor: Any, padding_side: str = "right") -> None:
+        self.processor, self.padding_side = processor, padding_side
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        def pad(values: list[list[int]], padding: int) -> torch.Tensor:
+            rows = [torch.tensor(of_row) for of_row in values]
+            return pad_sequence(rows, batch_first=True, padding_value=padding, padding_side=self.padding_side)
+
+        ids = [row["input_ids"] for row in rows]
+        batch = {
+            "input_ids": pad(ids, self.processor.tokenizer.pad_token_id),
+            "attention_mask": pad([[1] * len(of_row) for of_row in ids], 0),
+            "labels": pad([row["labels"] for row in rows], IGNORED),
+        }
+        names = {"mm_token_type_ids", "token_type_ids"} & {*self.processor.model_input_names}
+        if getattr(self.processor, "return_mm_token_type_ids", False) and names:  # which tokens are those of an image
+            batch[min(names)] = pad(self.processor.create_mm_token_type_ids(ids), 0)
+        images = [[decode(image) for image in row["images"]] for row in rows if row["images"]]
+        if images:
+            pixels = self.processor.image_processor(images=images, return_tensors="pt")
+            batch |= {name: value for name, value in pixels.items() if name not in self.processor.unused_input_names}
+        return batch
+
+    def for_prompts(self, prompts: list[list[int]], images: list[list[dict]]) -> dict[str, Any]:
+        """What `generate` gets for the first tokens of rows: these, and the images among them."""
+        rows = []
+        for prompt, of_row in zip(prompts, images, strict=True):
+            left = sum(token in self.processor.image_token_ids for token in prompt)
+            kept = []
+            for image in of_row:
+                left -= sum(token in self.processor.image_token_ids for token in tokens_of_size(self.processor, *size_of(image)))
+                kept += [image] if left >= 0 else []
+            rows.append({"input_ids": prompt, "labels": prompt, "images": kept})
+        batch = self(rows)
+        del batch["labels"]
+        return batch
+
+
+def shorten_images(text: str, processor: Any) -> str:
+    """A text in which the tokens of each image are one and their number; for a tokenizer instead of a processor as it is."""
+    token = getattr(processor, "image_token", None)
+    if token is None:
+        return text
+    return re.sub(f"({re.escape(token)})+", lambda found: f"{token} × {len(found[0]) // len(token):,}", text)

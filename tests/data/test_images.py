@@ -1,0 +1,171 @@
+"""Rows with images: the forms they have, what is skipped and refused, their tokens and their batches."""
+
+import base64
+import io
+from types import SimpleNamespace
+
+from harness.data.chat_templates import training_template
+from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
+from harness.data.loading import load
+from harness.data.tokenization import tokenize, tokens_of_images
+from harness.rehearsal import tiny
+from harness.runs import Run
+
+import pytest
+import torch
+from datasets import Dataset, Features, Json, List
+from datasets import Image as ImageFeature
+from PIL import Image
+from runs import data_settings, tiny_tokenizer, write_rows
+from transformers import AutoConfig, Qwen2VLImageProcessor
+from trl import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+pytest.importorskip("torchvision")
+MODEL = "Qwen/Qwen3.5-4B"
+ANSWER = {"role": "assistant", "content": "A cat."}
+PART, TEXT = {"type": "image"}, {"type": "text", "text": "What is this?"}
+
+
+def picture(width=64, height=48, file_format="PNG", **options) -> bytes:
+    made = io.BytesIO()
+    Image.effect_noise((width, height), 60).convert("RGB").save(made, file_format, **options)
+    return made.getvalue()
+
+
+def as_url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def asked(content) -> dict:
+    return {"messages": [{"role": "user", "content": content}, ANSWER]}
+
+
+@pytest.fixture(scope="module")
+def processor():
+    family = tiny.family_of(MODEL)
+    made = tiny.make_processor(MODEL, "main", family, tiny_tokenizer(MODEL), AutoConfig.for_model(**family["config"]))
+    made.tokenizer.chat_template = made.chat_template
+    return made
+
+
+FORMS = {
+    "parts": asked([PART, TEXT]) | {"images": ["photos/cat.png"]},
+    "one image": asked([PART, TEXT]) | {"image": "photos/cat.png"},
+    "in the part": asked([PART | {"image": "photos/cat.png"}, TEXT]),
+    "LLaVA": {
+        "conversations": [{"from": "human", "value": "<image>What is this?"}, {"from": "gpt", "value": "A cat."}],
+        "image": "photos/cat.png",
+    },
+    "no place": asked("What is this?") | {"images": ["photos/cat.png"]},
+    "prompt": {"prompt": "What is this?", "completion": "A cat.", "images": ["photos/cat.png"]},
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
+def test_forms_of_own_rows(tmp_path, row, streaming):
+    """Paths are relative to the file, in whatever folder the run is started."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.png").write_bytes(picture())
+    rows = write_rows(tmp_path / "rows.jsonl", [row, asked("Hi"), asked("Ho")])
+    train, held_out = load(data_settings(rows, ("images",), dataset_streaming=streaming, max_eval_samples=1))
+    with_image = next(row for row in [*train, *held_out] if row["images"])
+    assert with_image["messages"] == asked("<image>What is this?")["messages"]
+    assert with_image["images"] == [{"bytes": None, "path": str(tmp_path / "photos/cat.png")}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_of_parquet_files_stay_files(tmp_path, streaming):
+    """As on the Hub: several images in a turn, or none, with keys that are null; of these bytes none is written anew."""
+    images = [picture(40, 40), picture(32, 64)]
+    content = [part | {"text": None} for part in (PART, PART)] + [TEXT]
+    rows = [asked(content) | {"images": [{"bytes": image, "path": None} for image in images]}, asked([TEXT]) | {"images": []}]
+    features = Features({"messages": List(Json()), "images": List(ImageFeature())})
+    Dataset.from_list([*rows, asked("Hi") | {"images": []}], features=features).to_parquet(tmp_path / "rows.parquet")
+    parts = load(data_settings(tmp_path / "rows.parquet", ("images",), dataset_streaming=streaming, max_eval_samples=1))
+    found = {len(row["images"]): row for part in parts for row in part}
+    assert found[2]["messages"][0]["content"] == "<image><image>What is this?" and found[0]["images"] == []
+    assert [image["bytes"] for image in found[2]["images"]] == images
+
+
+def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
+    """An incomplete JPEG has a size, and fails when it is decoded."""
+    (tmp_path / "half.jpg").write_bytes(picture(400, 300, "JPEG")[:9000])
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "good.png").write_bytes(picture())
+    names = ["half.jpg", "text.png", "missing.png"]
+    rows = [asked([PART, {"type": "text", "text": str(number)}]) | {"images": ["good.png"]} for number in range(4)]
+    rows += [asked([PART, TEXT]) | {"images": [name]} for name in names]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    train, held_out = load(data_settings(file, ("images",), max_eval_samples=1))
+    assert len(train) + len(held_out) == 4
+    printed = capsys.readouterr().out
+    assert "3 of 7 rows skipped" in printed and all(name in printed for name in names)
+    (tmp_path / "missing.png").write_bytes(picture())  # what is mended is found, although the rows have not changed
+    assert sum(map(len, load(data_settings(file, ("images",), max_eval_samples=1)))) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        (asked([PART, TEXT]) | {"images": ["https://example.com/cat.png"]}, "https://example.com/cat.png"),
+        (asked([PART, PART, TEXT]) | {"images": [as_url(picture())]}, "1 images, and 2 places"),
+        (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 places"),
+    ],
+    ids=["address", "too few", "none"],
+)
+def test_rows_that_are_refused(tmp_path, error_of, row, word):
+    rows = write_rows(tmp_path / "rows.jsonl", [asked("Hi"), asked("Ho"), row])
+    message = error_of(load, data_settings(rows, ("images",)))
+    assert f"{rows}, line 3: " in message and word in message
+
+
+def test_batches_are_those_of_trl(processor):
+    """The same tokens, labels and pixels as TRL's collator makes, for two images in a turn and for none."""
+    rows = [asked("<image>Compare <image>these") | {"images": [picture(40, 200), picture(100, 64)]}, asked("Hi") | {"images": []}]
+    template = training_template(processor.tokenizer)
+    mine = []
+    theirs = []
+    for row in rows:
+        row["images"] = [{"bytes": image, "path": None} for image in row["images"]]
+        mine.append(tokens_of_images(row, processor, template) | {"images": row["images"]})
+        theirs.append({"messages": as_parts(row["messages"]), "images": list(map(decode, row["images"]))})
+    batch = ImageCollator(processor)(mine)
+    of_trl = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True, chat_template=template)(theirs)
+    assert batch.keys() == of_trl.keys() and len(batch["image_grid_thw"]) == 2
+    assert all(torch.equal(batch[name], of_trl[name]) for name in batch)
+    assert processor.decode(batch["labels"][0][batch["labels"][0] >= 0]).endswith("A cat.<|im_end|>")
+
+
+def test_pixels_are_limited(processor):
+    """A photo of 12 megapixels is shrunk to a thousand tokens of 32 x 32 pixels, a small image keeps its size."""
+    limited = SimpleNamespace(image_processor=Qwen2VLImageProcessor(patch_size=16, merge_size=2, max_pixels=16_777_216))
+    limit_pixels(limited, 1_000_000)
+    sizes = {(4000, 3000): (0.9e6, 1e6), (320, 256): (320 * 256,) * 2}
+    for (width, height), (least, most) in sizes.items():
+        rows, columns = limited.image_processor(Image.new("RGB", (width, height)), return_tensors="pt")["image_grid_thw"][0][1:]
+        assert least <= rows * columns * 16 * 16 <= most
+    assert len(tokens_of_size(processor, 4000, 3000)) <= 4 < len(tokens_of_size(processor, 64, 64)) + 1
+
+
+def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of):
+    """No image is cut: a row is trained on as it is, or not."""
+    image = {"bytes": picture(), "path": None}
+    rows = [asked(f"<image>{'word ' * count}") | {"images": [image]} for count in (1, 2, 90)]
+    dataset = Dataset.from_list(rows)
+    settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "assistant_only_loss": True}
+    tokens, _ = tokenize(dataset, None, processor, SFTConfig(str(tmp_path), max_length=60, **settings), Run("recipe.py"))
+    assert len(tokens) == 2 and "1 of the 3 training rows are not used" in " ".join(capsys.readouterr().out.split())
+    assert all(len(row["images"]) == 1 for row in tokens)
+    message = error_of(tokenize, dataset, None, processor, SFTConfig(str(tmp_path), max_length=8, **settings), Run("recipe.py"))
+    assert "--max_length" in message
+    packed = SFTConfig(str(tmp_path), max_length=60, packing=True, **settings)
+    assert error_of(tokenize, dataset, None, processor, packed, Run("recipe.py")).startswith("--packing: ")
+
+
+def test_photo_held_sideways_is_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = {"bytes": picture(80, 40, "JPEG", exif=exif), "path": None}
+    assert size_of(image) == decode(image).size == (40, 80)

@@ -1,5 +1,6 @@
 """Which source sets an argument, where several do: see the top of `harness/start/arguments.py`."""
 
+import dataclasses
 import os
 import sys
 
@@ -31,7 +32,7 @@ def read(monkeypatch, tmp_path):
         recipe = {"dataset_name": NAME} | (recipe or {})
         run = Run("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
         values, given = read_values(run, SFTConfig, recipe)
-        parsed = make_arguments(run, values, given, SFTConfig, (), recipe)
+        _, parsed = make_arguments(dataclasses.replace(run, given=given), values, SFTConfig, (), recipe)
         return {name: value for part in reversed(parsed) for name, value in vars(part).items()}
 
     return call

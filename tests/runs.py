@@ -101,9 +101,8 @@ def build_trainer(recipe, output_dir: Path, *flags):
 def add_parts(trainer, loss=None, group=None):
     """Adds to a trainer what a run adds; returns it."""
     from harness.run import trainer as of_run
-    from harness.runs import Run
 
-    return of_run.add_parts(trainer, group, None, Run("recipe.py"), loss=loss)
+    return of_run.add_parts(trainer, group, None, loss=loss)
 
 
 def train(trainer, **started) -> None:

@@ -52,7 +52,6 @@ class Run:
     data: Any = None  # which rows are read, a `harness.data.sources.DataSettings`
     profile: bool = False
     repository: Any = None  # to which the model is uploaded, a `harness.run.publishing.Repository`
-    asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for, without global_batch_size
     # Of a run that trains.
     lock: FileLock | None = None  # of the output directory, which the first process holds until the run ends
     seen: Any = None  # of its rows, a `harness.run.prompts.SeenRows`

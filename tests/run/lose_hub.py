@@ -15,12 +15,11 @@ import harness
 from harness.messages import UserError
 from harness.run.agreement import make_cpu_group
 from harness.run.trainer import add_parts
-from harness.runs import Run
 
 
 def read_two_steps(trainer):
     rank, control = trainer.args.process_index, trainer.control
-    parts = add_parts(trainer, make_cpu_group(trainer.args.ddp_timeout), None, Run("recipe.py"))
+    parts = add_parts(trainer, make_cpu_group(trainer.args.ddp_timeout), None)
     loader = iter(trainer.get_train_dataloader())
     trainer.state.max_steps = 2
 

@@ -14,7 +14,6 @@ from harness.messages import UserError
 from harness.run import checkpoints, marker
 from harness.run import losses as losses_of_run
 from harness.run.evaluation import check_metric_is_computed
-from harness.runs import Run
 
 import pytest
 import torch
@@ -317,7 +316,7 @@ def test_message_about_another_length(tmp_path, capsys):
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1))
     for steps, words in ((6, "had 3 steps until now and has 6 from here on"), (3, "")):
         state = transformers.TrainerState(global_step=2, max_steps=steps)
-        checkpoints.Checkpoints(trainer, None, Run("recipe.py")).on_train_begin(args, state, None)
+        checkpoints.Checkpoints(trainer, None).on_train_begin(args, state, None)
         printed = capsys.readouterr().out
         assert words in printed and bool(printed) == bool(words)
 
@@ -444,7 +443,7 @@ def test_save_total_limit(tmp_path, limit, kept):
         (tmp_path / f"checkpoint-{step}").mkdir()
     state = SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0")
     trainer = SimpleNamespace(args=args, state=state, model=torch.nn.Linear(1, 1))
-    checkpoints.Checkpoints(trainer, None, Run("recipe.py"))._delete_old(tmp_path / "checkpoint-5")
+    checkpoints.Checkpoints(trainer, None)._delete_old(tmp_path / "checkpoint-5")
     assert [folder.step_of(path) for path in folder.checkpoints(tmp_path)] == [*[4, 3, 2, 1][:kept], 0]
 
 
@@ -460,7 +459,7 @@ def test_best_checkpoint_is_in_the_output_directory(tmp_path, saved, used):
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1))
     state = transformers.TrainerState(best_model_checkpoint=saved and str(tmp_path / saved))
     args = transformers.TrainingArguments(use_cpu=True)
-    checkpoints.Checkpoints(trainer, None, Run("recipe.py")).on_train_begin(args, state, None)
+    checkpoints.Checkpoints(trainer, None).on_train_begin(args, state, None)
     assert state.best_model_checkpoint == (used and str(tmp_path / used))
 
 

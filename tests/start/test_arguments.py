@@ -10,7 +10,7 @@ from harness.data.script_arguments import ScriptArguments
 from harness.run import sharding
 from harness.runs import Run
 from harness.start import machine
-from harness.start.arguments import keep_rows_of_step, set_steps
+from harness.start.arguments import set_steps
 
 import pytest
 import torch
@@ -61,17 +61,17 @@ def test_own_files_are_trained_on_for_one_epoch(tmp_path):
         script_args = ScriptArguments(dataset_name=name, dataset_streaming=True)
         batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
         training_args = SimpleNamespace(max_steps=1000, num_train_epochs=3, **batch)
-        set_steps(Run("a.py", given=frozenset(given)), (script_args, training_args, None), {}, 1, {})
+        set_steps(Run("a.py", given=frozenset(given)), (script_args, training_args, None), {}, 1)
         assert (script_args.dataset_streaming, training_args.max_steps, training_args.num_train_epochs) == expected
 
 
 def test_budget_of_tokens_needs_the_length_of_a_row(error_of):
     script_args = ScriptArguments(dataset_name="a/b", max_tokens=10_000)
     training_args = SimpleNamespace(max_steps=5, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_length=256)
-    set_steps(Run("a.py"), (script_args, training_args, None), {}, 2, {})
+    set_steps(Run("a.py"), (script_args, training_args, None), {}, 2)
     assert training_args.max_steps == 3
     training_args.max_length = None
-    message = error_of(set_steps, Run("a.py"), (script_args, training_args, None), {}, 2, {})
+    message = error_of(set_steps, Run("a.py"), (script_args, training_args, None), {}, 2)
     assert message.startswith("--max_tokens: rows have no maximum length")
 
 
@@ -150,26 +150,3 @@ def test_activation_offloading_without_a_gpu(build_trainer, capsys):
     """TRL asks for the current accelerator, of which there is none."""
     assert not build_trainer("qwen2_chat", "--activation_offloading").args.activation_offloading
     assert "--activation_offloading: activations stay where they are" in capsys.readouterr().out
-
-
-SAVED = {"world_size": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "asked_accumulation_steps": 2}
-
-
-@pytest.mark.parametrize(
-    ("processes", "asked", "expected"), [(1, 2, 8), (2, 2, 4), (8, 2, 1), (4, 2, 2), (2, 3, 3)], ids=lambda number: str(number)
-)
-def test_steps_keep_their_rows_on_another_number_of_processes(processes, asked, expected):
-    """gradient_accumulation_steps is set, by a recipe or a flag: the same command continues, a changed one is followed."""
-    training_args = SimpleNamespace(gradient_accumulation_steps=asked, per_device_train_batch_size=2, output_dir="run")
-    keep_rows_of_step(training_args, processes, SAVED)
-    assert training_args.gradient_accumulation_steps == expected
-    on_one = SAVED | {"world_size": processes, "gradient_accumulation_steps": expected, "asked_accumulation_steps": asked}
-    training_args.gradient_accumulation_steps = asked
-    keep_rows_of_step(training_args, processes, on_one)  # started again, on as many processes
-    assert training_args.gradient_accumulation_steps == expected
-
-
-def test_number_of_processes_that_cannot_continue(error_of):
-    training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
-    message = error_of(keep_rows_of_step, training_args, 3, SAVED)
-    assert "the run in run have 16 rows, which 3 processes cannot divide" in message

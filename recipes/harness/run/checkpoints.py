@@ -17,7 +17,6 @@ from harness.restarts import before_and_now, changed_settings
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.parameters import adapters_of, is_of_another_library, quantization_of
 from harness.run.progress import Progress
-from harness.runs import Run
 
 import torch
 from accelerate import PartialState
@@ -51,12 +50,11 @@ class Checkpoints(TrainerCallback):
     next one. Here there are never more than `save_total_limit` on the disk, and the best one with `metric_for_best_model`.
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress, run: Run, original: PreTrainedConfig | None = None) -> None:
+    def __init__(self, trainer: Trainer, progress: Progress, original: PreTrainedConfig | None = None) -> None:
         """`original`: see `load_original_config`."""
         self.trainer = trainer
         self.progress = progress
         self.output_dir = Path(trainer.args.output_dir)
-        self.run = run
         self.original = original
         self.trained = names_of_trained(trainer.model)
         self.limit = trainer.args.save_total_limit
@@ -123,9 +121,8 @@ class Checkpoints(TrainerCallback):
             files = {}
             for part in parts:
                 files |= part
-            geometry = data_settings(args) | {"asked_accumulation_steps": self.run.asked_accumulation_steps}
             how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
-            content = {"geometry": geometry, "progress": progress, "files": files, "trained": self.trained}
+            content = {"geometry": data_settings(args), "progress": progress, "files": files, "trained": self.trained}
             write_marker(checkpoint, content | how)
 
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:

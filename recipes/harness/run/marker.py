@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness.folder import COMPLETION_MARKER, DamagedFile, newest_complete_checkpoint, sync, write_json
+from harness.folder import COMPLETION_MARKER, DamagedFile, sync, write_json
 
 import xxhash
 
@@ -86,15 +86,6 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
     if not is_complete:
         raise DamagedFile(f"{COMPLETION_MARKER} is damaged")
     return marker
-
-
-def settings_of_checkpoint(output_dir: Path) -> dict[str, Any]:
-    """The settings of the newest complete checkpoint that decide which rows a step has, {} if there is none."""
-    checkpoint = newest_complete_checkpoint(output_dir)
-    try:
-        return read_marker(checkpoint)["geometry"] if checkpoint else {}
-    except DamagedFile:  # `recover_checkpoints` resumes from the one before
-        return {}
 
 
 def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str:

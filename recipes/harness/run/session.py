@@ -115,7 +115,7 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
-    parts = add_parts(trainer, group, checkpoint, run, original, loss, hidden)
+    parts = add_parts(trainer, group, checkpoint, original, loss, hidden)
     prepared = Prepared(checkpoint, parts, StopAfterSignal(trainer, group), original, parameters)
     for callback in callbacks_of(trainer, run, prepared):
         trainer.add_callback(callback)

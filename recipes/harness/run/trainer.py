@@ -22,7 +22,6 @@ from harness.run.progress import Progress
 from harness.run.rewards import order_by_epoch, trains_on_rewards
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
-from harness.runs import Run
 
 import torch
 from torch.distributed import ProcessGroup
@@ -154,7 +153,6 @@ def add_parts(
     trainer: Trainer,
     group: ProcessGroup | None,
     checkpoint: Path | None,
-    run: Run,
     original: PreTrainedConfig | None = None,
     loss: Loss | None = None,
     hidden: HiddenBuffers | None = None,
@@ -164,7 +162,7 @@ def add_parts(
     progress = Progress(trainer, before)
     position = StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
-    checkpoints = Checkpoints(trainer, progress, run, original)
+    checkpoints = Checkpoints(trainer, progress, original)
     trainer.parts = Parts(position, reader, progress, checkpoints, loss or Loss(), hidden or [])
     add_overrides(trainer, RunTrainer)
     return trainer.parts

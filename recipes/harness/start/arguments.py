@@ -20,7 +20,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from harness import folder
 from harness.batches import length_of_rows, rows_of_step
 from harness.configs import AccelerateConfig, read_yaml
 from harness.data import reading
@@ -29,12 +28,11 @@ from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
-from harness.run.marker import settings_of_checkpoint
 from harness.run.publishing import take_repository
 from harness.runs import Run
 from harness.start import checks
 from harness.start.flags import check_names, check_passwords, help_text, unknown_flag
-from harness.start.record import digest_of_recipe, settings_of
+from harness.start.record import settings_of
 
 import trl
 from torch.distributed import DistError
@@ -109,8 +107,7 @@ def make_arguments(
     set_dependent_values(run, script_args, training_args, recipe)
     checks.check_numbers(run, script_args, training_args)
     processes = run.processes or int(os.environ.get("WORLD_SIZE", 1))
-    before = settings_of_continued_run(run, training_args.output_dir) if run.trains else {}
-    asked = set_steps(run, arguments, recipe, processes, before)
+    set_steps(run, arguments, recipe, processes)
     if "num_generations" in used:
         set_generations(training_args, processes, follows_step)
     data = settings_of_data(script_args, training_args, dataset_formats, run.given)
@@ -122,7 +119,6 @@ def make_arguments(
         data=data,
         profile=script_args.profile,
         repository=take_repository(training_args),
-        asked_accumulation_steps=asked,
     )
     return run, arguments
 
@@ -209,25 +205,13 @@ def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
     return values
 
 
-def set_steps(
-    run: Run,
-    arguments: Arguments,
-    recipe: dict[str, Any],
-    processes: int,
-    before: dict[str, Any],
-) -> int | None:
+def set_steps(run: Run, arguments: Arguments, recipe: dict[str, Any], processes: int) -> None:
     """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
 
-    Returns the gradient_accumulation_steps that were asked for, None with a global_batch_size.
-
-    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues, {} without one.
+    `recipe`: the values of the recipe.
     """
     script_args, training_args, _ = arguments
     set_accumulation_steps(run, arguments, recipe, processes)
-    asked = None
-    if "gradient_accumulation_steps" in run.given or not script_args.global_batch_size:
-        asked = training_args.gradient_accumulation_steps
-        keep_rows_of_step(training_args, processes, before)
     if trains_for_epochs(run, script_args):
         script_args.dataset_streaming = False
         if not run.tiny and "num_train_epochs" not in run.given:
@@ -241,7 +225,6 @@ def set_steps(
         training_args.max_steps = math.ceil(script_args.max_tokens / (rows_of_step(training_args, processes) * length))
     elif "num_train_epochs" in run.given and "max_steps" not in run.given:
         training_args.max_steps = -1
-    return asked
 
 
 def set_accumulation_steps(run: Run, arguments: Arguments, recipe: dict[str, Any], processes: int) -> None:
@@ -302,35 +285,3 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
             f"{f'{below} or {above}' if below else above}, another micro-batch, or another NPROC_PER_NODE"
         )
     return steps
-
-
-def settings_of_continued_run(run: Run, output_dir: str) -> dict[str, Any]:
-    """The settings of the checkpoint in the output directory, {} if there is none or another rehearsal replaces its run."""
-    if run.tiny and output_dir == run.default_output_dir:
-        existing = folder.read_json(Path(output_dir, folder.RUN))
-        if (existing.get("config"), existing.get("recipe_digest")) != (run.config.name, digest_of_recipe(run.recipe)):
-            return {}
-    try:
-        return settings_of_checkpoint(Path(output_dir))
-    except OSError as error:
-        raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
-
-
-def keep_rows_of_step(training_args: TrainingArguments, processes: int, before: dict[str, Any]) -> None:
-    """Sets gradient_accumulation_steps so that a run has as many rows per step as before, on more or fewer processes.
-
-    For runs without a global_batch_size. `before`: the settings of the checkpoint, {} without one. Raises UserError if this
-    number of processes cannot have these steps. If gradient_accumulation_steps or the micro-batch were changed, or there is no
-    checkpoint, a step has the rows of `processes`.
-    """
-    asked, micro_batch = training_args.gradient_accumulation_steps, training_args.per_device_train_batch_size
-    # A checkpoint has what was asked for, and what was used.
-    if before.get("asked_accumulation_steps") != asked or before["per_device_train_batch_size"] != micro_batch:
-        before = {"gradient_accumulation_steps": asked, "world_size": processes}
-    micro_batches = before["gradient_accumulation_steps"] * before["world_size"]
-    if micro_batches % processes:
-        raise UserError(
-            f"--output_dir: the steps of the run in {training_args.output_dir} have {micro_batches * micro_batch} rows, which "
-            f"{processes} processes cannot divide: pass another --gradient_accumulation_steps, or another NPROC_PER_NODE"
-        )
-    training_args.gradient_accumulation_steps = micro_batches // processes

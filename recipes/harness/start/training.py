@@ -110,8 +110,6 @@ class Claim(NamedTuple):
 
     date: str  # of its first start
     commit: str  # of the model
-    gradient_accumulation_steps: int
-    max_steps: int
 
 
 def prepare_run(run: Run, arguments: Arguments) -> Run:
@@ -125,8 +123,6 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
 
     claim = Claim(*answer_of_first("run", lambda: claim_run(run, arguments)))
     use_commit(arguments, claim.commit)
-    training_args.gradient_accumulation_steps = claim.gradient_accumulation_steps
-    training_args.max_steps = claim.max_steps
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # of the checks
     run = replace_model_and_dataset(run, arguments)
@@ -179,7 +175,7 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     date = (folder.date_of(before) or datetime.now()).isoformat(timespec="seconds")
     folder.claim_output_dir(run.lock, identity | {"date": date, "commit": commit, "command": command_of(run)}, is_default)
     print_differences(run, arguments)
-    return Claim(date, commit, training_args.gradient_accumulation_steps, training_args.max_steps)
+    return Claim(date, commit)
 
 
 def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] | None:
@@ -264,13 +260,7 @@ def check_start_without_launcher(run: Run, values: argparse.Namespace, on_cpu: b
 
 def print_differences(run: Run, arguments: Arguments) -> None:
     """Prints what a run does that was not asked for."""
-    _, training_args, model_args = arguments
-    steps, asked = training_args.gradient_accumulation_steps, run.asked_accumulation_steps
-    if asked not in (None, steps):
-        print_once(
-            f"gradient_accumulation_steps is {steps}, not {asked}, so that a step has as many rows as in "
-            f"{training_args.output_dir}."
-        )
+    model_args = arguments[2]
     if run.tiny:
         tiny.print_notice(run.data, model_args)
         if run.repository:

@@ -26,7 +26,7 @@ APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "prepare", "merge", "chat", "verify")}
 COMMANDS["--plan"] = "planner.command"
 LIBRARIES = (
-    *("torch.nn.attention.varlen", "torch.distributed.launcher.api", "datasets", "transformers.trainer"),
+    *("harness", "torch.nn.attention.varlen", "torch.distributed.launcher.api", "datasets", "transformers.trainer"),
     *("trl.trainer.sft_trainer", "harness.run.session", "harness.start.training", "harness.start.parsing"),
 )
 WITH_CONFIG = ("harness.start.launch", "planner.command")

@@ -45,6 +45,7 @@ def chat() -> CommandParser:
     parser.add_argument(
         "--system", metavar="TEXT", help="the system message; without the flag that of the training rows, if all have the same"
     )
+    parser.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image to ask about; also several times")
     parser.add_argument("--tools", metavar="FILE", type=Path, help="a JSON file with a list of tools, for the chat template")
     return parser
 

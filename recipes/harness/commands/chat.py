@@ -1,6 +1,6 @@
 """Talks to the model of a finished run. launch.sh calls it:
 
-`python -m harness.commands.chat RUN [--max_new_tokens N] [--system TEXT] [--tools FILE]`.
+`python -m harness.commands.chat RUN [--image FILE …] [--max_new_tokens N] [--system TEXT] [--tools FILE]`.
 """
 
 import json
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
-from harness.commands.saved import load_model, load_saved_tokenizer, read_prompt
+from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer, read_prompt
+from harness.data.images import IMAGE, ImageCollator, as_parts, find_file, with_image_tokens
 from harness.data.turns import SkippedRow, read_tools
 from harness.folder import CONVERSATIONS
 from harness.messages import UserError, exit_on_user_error, print_once, printable
@@ -24,6 +25,8 @@ def main(*words: str) -> None:
     if not parsed.run.is_dir():
         raise UserError(f"{parsed.run} is not a folder: pass the output directory of a finished run")
     tools = None if parsed.tools is None else load_tools(parsed.tools)
+    images = [read_image(path) for path in parsed.image or []]
+    processor = load_saved_processor(parsed.run) if images else None
     tokenizer, prompt = load_saved_tokenizer(parsed.run), read_prompt(parsed.run)
     is_chat = bool(tokenizer.chat_template) and prompt.get("rows", CONVERSATIONS) in (None, CONVERSATIONS)
     options = {"tools": tools, **(prompt.get("chat_template_kwargs") or {})}
@@ -35,18 +38,42 @@ def main(*words: str) -> None:
         raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
     turns = list(start)
     print_once(f"{parsed.run} is loaded on {model.device}. {how_to_write(is_chat, prompt)} `exit` ends.")
+    if images:
+        print_once(f"The first question of each conversation has the images {', '.join(map(str, parsed.image))}.")
     if is_chat and system:
         print_once(f"The system message (--system) is: {system}")
     for line in lines():
         if not line.strip():
             turns = list(start)
         elif is_chat:
-            turns.append({"role": "user", "content": line})
-            inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", **options)
+            line = line.replace(IMAGE, "image")
+            turns.append({"role": "user", "content": line if len(turns) > len(start) else IMAGE * len(images) + line})
+            if images:
+                inputs = encode_with_images(processor, turns, images, options)
+            else:
+                inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", **options)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, parsed.max_new_tokens)})
         else:
             text = line.replace("\\n", "\n")
             generate(model, tokenizer, encode_text(tokenizer, text), parsed.max_new_tokens)
+
+
+def read_image(path: Path) -> dict[str, Any]:
+    """An image in the form that training rows have. Raises UserError if it cannot be read."""
+    image = {"bytes": None, "path": str(path)}
+    if reason := find_file(image, str(Path.cwd())):
+        raise UserError(f"--image: {reason.removeprefix('whose image ')}: pass the path of an image, such as a PNG or JPEG")
+    return image
+
+
+def encode_with_images(processor: Any, turns: list[dict], images: list[dict], options: dict[str, Any]) -> Any:
+    """What `generate` needs of a conversation whose first question has images."""
+    from transformers import BatchFeature
+
+    tokenizer = processor.tokenizer
+    ids = tokenizer.apply_chat_template(as_parts(turns), add_generation_prompt=True, return_dict=True, **options)["input_ids"]
+    ids = with_image_tokens({"input_ids": ids, "labels": ids}, images, processor)["input_ids"]
+    return BatchFeature(ImageCollator(processor).for_prompts([ids], [images]))
 
 
 def load_tools(path: Path) -> list[dict[str, Any]]:
@@ -67,8 +94,8 @@ def check_flags(parsed: Any, is_chat: bool, tokenizer: Any, start: list[dict], o
 
     `start`: the turns before the first question. `options`: what the template gets besides the turns.
     """
-    if not is_chat and (parsed.system or parsed.tools):
-        flag = "--system" if parsed.system else "--tools"
+    if not is_chat and (parsed.system or parsed.tools or parsed.image):
+        flag = "--system" if parsed.system else "--tools" if parsed.tools else "--image"
         raise UserError(f"{flag}: {parsed.run} was not trained on conversations: leave out the flag")
     if not is_chat:
         return

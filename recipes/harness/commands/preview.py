@@ -23,6 +23,7 @@ from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
 from harness.commands.rewards import print_rewards, score
+from harness.data.images import shorten_images, size_of, tokens_of_size, with_one_token_each
 from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
@@ -145,6 +146,10 @@ class Preview:
         return "prompt_ids" in self.first_rows[0]
 
     @property
+    def has_images(self) -> bool:
+        return "images" in self.first_rows[0]
+
+    @property
     def has_whole_documents(self) -> bool:
         """Whether `documents` are those before truncation."""
         return self.whole is not None or self.has_pairs
@@ -160,6 +165,8 @@ class Preview:
         length = length_of_rows(args)
         if not length or not self.has_whole_documents or (is_packed(args) and args.packing_strategy != "bfd"):
             return [0] * len(self.documents)
+        if self.has_images:  # such rows are left out
+            return [len(ids) if len(ids) > length else 0 for ids, _ in self.documents]
         return [max(0, len(ids) - length) for ids, _ in self.documents]
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
@@ -256,8 +263,14 @@ def print_rows(preview: Preview) -> None:
         if not preview.has_pairs:
             title = f"a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}"
         print_once(f"\n--- {title}")
+        for image in row.get("images", []):
+            width, height = size_of(image)
+            tokens = len(tokens_of_size(preview.trainer.processing_class, width, height))
+            print_once(f"image {image['path'] or 'of the dataset'}: {width:,} x {height:,} pixels, {tokens:,} tokens")
         painted = []
         for ids, labels in documents[:SHOWN_DOCUMENTS]:
+            if "images" in row:
+                ids, labels = with_one_token_each(ids, labels, preview.trainer.processing_class)
             painted.append(paint(preview.tokenizer, ids, labels))
         print_once("\n---\n".join(painted))
     print_once("")
@@ -270,7 +283,8 @@ def print_document(preview: Preview, number: int) -> None:
         raise UserError(f"--full {number}: the preview has {plural(len(documents), 'document')}")
     ids, labels = documents[number - 1]
     print_once(f"\n--- document {number} of {len(documents)}, {len(ids):,} tokens")
-    print_once(f"{paint(preview.tokenizer, ids, labels, is_complete=True)}\n")
+    text = shorten_images(paint(preview.tokenizer, ids, labels, is_complete=True), preview.trainer.processing_class)
+    print_once(f"{text}\n")
 
 
 def paint(tokenizer: Any, ids: list[int], labels: list[int], is_complete: bool = False) -> str:
@@ -314,6 +328,7 @@ def summarize(preview: Preview) -> dict[str, Any]:
         tokens_in_loss += int((labels[-1] != IGNORED).sum())
     return {
         "documents": len(lengths),
+        "has_images": preview.has_images,
         "lengths": {
             "shortest": lengths[0],
             "median": lengths[len(lengths) // 2],
@@ -358,8 +373,9 @@ def print_numbers(numbers: dict[str, Any]) -> None:
     if numbers["truncated_documents"] is None:
         print_once("truncated    not known: the recipe truncates and packs its rows itself")
     else:
+        what = "left out " if numbers["has_images"] else "truncated"
         print_once(
-            f"truncated    {numbers['truncated_documents']:.1%} of the documents, {numbers['truncated_tokens']:.1%} of the tokens"
+            f"{what}    {numbers['truncated_documents']:.1%} of the documents, {numbers['truncated_tokens']:.1%} of the tokens"
         )
     print_once(f"in the loss  {numbers['in_the_loss']:.1%} of the tokens")
     if numbers["sequences_per_epoch"]:

@@ -26,6 +26,7 @@ from harness.data.formats import (
     turns_of,
     with_text_arguments,
 )
+from harness.data.images import as_parts
 from harness.data.sources import DataSettings
 from harness.data.turns import REASONING, THOUGHT, without
 from harness.hub import hub_errors
@@ -408,9 +409,18 @@ def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | 
 def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], **options: Any) -> str | None:
     """A rendered conversation, None if the chat template refuses it."""
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        return tokenizer.apply_chat_template(contents_for(tokenizer, turns), tokenize=False, **options)
     except Exception:  # a template is a program: it can fail in any way
         return None
+
+
+def contents_for(tokenizer: PreTrainedTokenizerBase, turns: list[dict]) -> list[dict]:
+    """Turns whose contents are lists of parts, for the template of a model such as LLaVA, which ignores texts."""
+    try:
+        takes_texts = QUESTION["content"] in tokenizer.apply_chat_template([QUESTION], tokenize=False)
+    except Exception:  # it may be for other conversations
+        takes_texts = True
+    return turns if takes_texts else as_parts(turns)
 
 
 def in_words(turns: list[dict]) -> str:
@@ -428,7 +438,8 @@ def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, st
     replaced = copy.deepcopy(row)
     _replace_texts(replaced)
     for conversation in (row, replaced):
-        text = tokenizer.apply_chat_template(turns_of(conversation), tokenize=False, **options_of(conversation))
+        turns = contents_for(tokenizer, turns_of(conversation))
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **options_of(conversation))
         words = " ".join(text.split())
         for where, part, value in _expected_texts(conversation):
             forms = (value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])

@@ -233,6 +233,15 @@ class ImageCollator:
         return batch
 
 
+def with_one_token_each(ids: list[int], labels: list[int], processor: Any) -> tuple[list[int], list[int]]:
+    """Tokens and labels with the first token only of each image, to be printed."""
+    kept = []
+    for index, token in enumerate(ids):
+        if index == 0 or token not in processor.image_token_ids or token != ids[index - 1]:
+            kept.append(index)
+    return [ids[index] for index in kept], [labels[index] for index in kept]
+
+
 def shorten_images(text: str, processor: Any) -> str:
     """A text in which the tokens of each image are one and their number; for a tokenizer instead of a processor as it is."""
     token = getattr(processor, "image_token", None)

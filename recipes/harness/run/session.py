@@ -1,5 +1,6 @@
 """Everything between a built trainer and a finished run."""
 
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from harness.run.parameters import (
     describe_training,
     freeze_unused_parts,
     modules_with_adapter,
+    parameters_outside_of_text,
 )
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
@@ -49,7 +51,7 @@ from harness.runs import Run
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import PreTrainedConfig, Trainer, TrainerCallback
+from transformers import PreTrainedConfig, ProcessorMixin, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 from trl import DPOConfig, KTOConfig, RewardConfig
@@ -205,6 +207,7 @@ def check_trainer(trainer: Trainer) -> None:
         raise UserError(
             "model_init makes the model again after it was prepared for several processes: pass model= to the trainer"
         )
+    check_images_of_all_rows(trainer)
     if trainer.is_fsdp_enabled:
         check_can_be_sharded(trainer.model)
     if trains_on_rewards(trainer):
@@ -216,6 +219,29 @@ def check_trainer(trainer: Trainer) -> None:
             raise UserError(
                 explain_missing_weights(name)
                 + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
+            )
+
+
+MOST_ROWS = 10_000  # that are searched for one without an image
+
+
+def check_images_of_all_rows(trainer: Trainer) -> None:
+    """Raises UserError if several processes train the part that reads images, and some rows have no image.
+
+    A process whose rows have none takes no part in the all-gathers and all-reduces of these weights.
+    """
+    model = base_of(trainer.model)
+    if trainer.args.world_size == 1 or not isinstance(trainer.processing_class, ProcessorMixin):
+        return
+    if not any(weight.requires_grad for weight in parameters_outside_of_text(model)):
+        return
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    for rows in (trainer.train_dataset, *evaluated.values()):
+        if any(not row.get("images", [None]) for row in itertools.islice(rows or (), MOST_ROWS)):
+            raise UserError(
+                "--use_peft false: several processes would train the part that reads images, but some rows have none: pass "
+                "--use_peft, which leaves that part as it is, leave out these rows with `keep` of the recipe's `load`, or use one "
+                "process"
             )
 
 

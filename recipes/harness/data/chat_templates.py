@@ -26,7 +26,7 @@ from harness.data.formats import (
     turns_of,
     with_text_arguments,
 )
-from harness.data.images import as_parts
+from harness.data.images import IMAGE, as_parts
 from harness.data.sources import DataSettings
 from harness.data.turns import REASONING, THOUGHT, without
 from harness.hub import hub_errors
@@ -442,9 +442,10 @@ def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, st
         text = tokenizer.apply_chat_template(turns, tokenize=False, **options_of(conversation))
         words = " ".join(text.split())
         for where, part, value in _expected_texts(conversation):
-            forms = (value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
-            if not any(" ".join(form.split()) in words for form in forms):
-                return where, part
+            for piece in value.split(IMAGE) if "images" in row else [value]:
+                forms = (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1])
+                if not any(" ".join(form.split()) in words for form in forms):
+                    return where, part
     return None
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import fnmatch
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import os
@@ -266,9 +267,11 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
     replaced = {"vocab_size": len(tokenizer)}
     for name_of_id in ("bos_token_id", "eos_token_id", "pad_token_id"):
         replaced[name_of_id] = getattr(tokenizer, name_of_id)
-    for name_of_id in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+    for name_of_id in ("video_token_id", "vision_start_token_id", "vision_end_token_id"):
         if hasattr(processor, name_of_id):
             replaced[name_of_id] = getattr(processor, name_of_id)
+    if processor:
+        replaced |= dict.fromkeys(("image_token_id", "image_token_index"), processor.image_token_ids[0])
     logging.disable_progress_bar()
     set_seed(0)
     try:
@@ -304,8 +307,9 @@ def make_processor(
             )
         else:
             processor = transformers.AutoProcessor.from_pretrained(name, revision=revision)
-            parts = {part: getattr(processor, part) for part in processor.get_attributes()} | {"tokenizer": tokenizer}
-            processor = type(processor)(**parts, chat_template=processor.chat_template)
+            values = {name: getattr(processor, name, None) for name in inspect.signature(type(processor)).parameters}
+            values = {name: value for name, value in values.items() if value is not None}
+            processor = type(processor)(**values | {"tokenizer": tokenizer})
     except (ImportError, OSError):
         return None
     limit_pixels(processor, TINY_PIXELS)

@@ -222,7 +222,7 @@ def check_trainer(trainer: Trainer) -> None:
             )
 
 
-MOST_ROWS = 10_000  # that are searched for one without an image
+MOST_ROWS = 10_000  # that are searched
 
 
 def check_images_of_all_rows(trainer: Trainer) -> None:
@@ -239,8 +239,8 @@ def check_images_of_all_rows(trainer: Trainer) -> None:
     for rows in (trainer.train_dataset, *evaluated.values()):
         if any(not row.get("images", [None]) for row in itertools.islice(rows or (), MOST_ROWS)):
             raise UserError(
-                "--use_peft false: several processes would train the part that reads images, but some rows have none: pass "
-                "--use_peft, which leaves that part as it is, leave out these rows with `keep` of the recipe's `load`, or use one "
+                "--use_peft false: several processes would train the part that reads images, and some rows have none: "
+                "pass --use_peft, which leaves it as it is, leave out these rows with `keep` of the recipe's `load`, or use one "
                 "process"
             )
 

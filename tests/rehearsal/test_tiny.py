@@ -59,7 +59,7 @@ def make_tiny(tmp_path, monkeypatch):
     def call(data=FINEWEB, model_args=QWEN):
         tiny.make_replacements(data, model_args)
         training_args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
-        tiny.print_notice(data, model_args)
+        tiny.print_notice(data, training_args, model_args)
         model_args = copy.copy(model_args)
         data = tiny.use_replacements(data, training_args, model_args)
         assert training_args.model_init_kwargs == {"dtype": "float32", "revision": "main"}

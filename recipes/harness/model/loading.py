@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
-from trl import DPOConfig, ModelConfig, SFTConfig, get_peft_config
+from trl import DistillationConfig, DPOConfig, ModelConfig, SFTConfig, get_peft_config
 
 # Classes that generate text from tokens; some read images or sound too.
 GENERATING = {
@@ -61,8 +61,10 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         load_models_with(load_into_host_memory)
     elif run.is_sharded and run.config.cpu_ram_efficient_loading and not is_first_process():
         # The weights of a reference model, of which TRL's trainer makes a second copy, are not sent by the first process.
+        # Nor are those of a teacher, of which each process needs all.
         has_reference = hasattr(training_args, "precompute_ref_log_probs") or hasattr(training_args, "sync_ref_model")
-        if model_args.use_peft or not has_reference:
+        has_teacher = hasattr(training_args, "teacher_model_name_or_path")
+        if not has_teacher and (model_args.use_peft or not has_reference):
             read_no_weights()
     if model_args.load_in_4bit and not run.is_sharded and ("dtype" not in run.given or model_args.dtype == "auto"):
         set_dtype_of_4bit_model(training_args, model_args)
@@ -87,8 +89,9 @@ def load_into_host_memory(load: Callable[..., PreTrainedModel], model_class: typ
 
     SFTTrainer passes `device_map=None` in every distributed run, whatever the recipe says, and transformers takes None for the
     current GPU if the weights are quantized: every process would hold the whole 4-bit model there (huggingface/trl#6158).
+    A model that the recipe gives a device, such as a teacher, is not sharded.
     """
-    return load(name, **options | {"device_map": {"": "cpu"}})
+    return load(name, **options | {"device_map": options.get("device_map") or {"": "cpu"}})
 
 
 def load_small_models() -> None:
@@ -164,6 +167,40 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
     length = length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
+
+
+def check_teacher(training_args: TrainingArguments, model_args: ModelConfig, is_rehearsal: bool = False) -> None:
+    """Raises UserError unless the teacher of DistillationTrainer can be read, and has the vocabulary of the model.
+
+    In a rehearsal, models that it knows without network are not read. Other trainers of TRL need no common vocabulary.
+    """
+    from transformers import AutoTokenizer
+
+    name, revision = training_args.teacher_model_name_or_path, training_args.teacher_model_revision or "main"
+    student = model_args.model_name_or_path
+    is_known = {model: is_rehearsal and tiny.family_of(model) is not None for model in (name, student)}
+    if not is_known[name]:
+        check_model_exists(name, revision, flag="--teacher_model_name_or_path")
+    if any(is_known.values()) or not isinstance(training_args, DistillationConfig):
+        return
+    sizes, words = [], []
+    for model, commit in ((name, revision), (student, model_args.model_revision)):
+        with hub_errors(TOKENIZER, model):
+            config = AutoConfig.from_pretrained(model, revision=commit)
+            tokenizer = AutoTokenizer.from_pretrained(model, revision=commit)
+        sizes.append(config.get_text_config().vocab_size)
+        words.append({token: word for word, token in tokenizer.get_vocab().items()})
+    of_teacher, of_student = words
+    other = [token for token in of_teacher.keys() & of_student.keys() if of_teacher[token] != of_student[token]]
+    if sizes[0] != sizes[1] or other:
+        difference = f"vocab_size {sizes[0]:,} and {sizes[1]:,}"
+        if sizes[0] == sizes[1]:
+            token = min(other)
+            difference = f"token {token} is {of_teacher[token]!r} and {of_student[token]!r}"
+        raise UserError(
+            f"--teacher_model_name_or_path: {name} has another vocabulary than {student} ({difference}), so the probabilities of "
+            "their tokens cannot be compared: pass a teacher of the same family"
+        )
 
 
 def check_architecture(training_args: TrainingArguments, model_args: ModelConfig, name: str) -> None:

@@ -63,10 +63,12 @@ VALUES = {
 
 def values_for(config_class: type) -> dict[str, Any]:
     """The values of a rehearsal for a trainer's config. A batch of GRPO has complete groups of answers to a prompt."""
-    if not hasattr(config_class, "num_generations"):
-        return VALUES
-    of_groups = {"num_generations": 2, "num_generations_eval": 1, "per_device_eval_batch_size": 4, "max_completion_length": 16}
-    return VALUES | of_groups
+    values = VALUES
+    if hasattr(config_class, "max_completion_length"):
+        values = values | {"max_completion_length": 16, "per_device_eval_batch_size": 4}
+    if hasattr(config_class, "num_generations"):
+        values = values | {"num_generations": 2, "num_generations_eval": 1}
+    return values
 
 
 def make_replacements(data: DataSettings, model_args: ModelConfig) -> None:
@@ -82,6 +84,16 @@ def make_replacements(data: DataSettings, model_args: ModelConfig) -> None:
             _make_once(tiny_dataset_folder(source), functools.partial(make_dataset, source))
 
 
+def make_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Makes the tiny teacher of DistillationTrainer, unless it exists: with the vocabulary of the tiny model, which exists."""
+    name = training_args.teacher_model_name_or_path
+    revision = training_args.teacher_model_revision or "main"
+    tokenizer = tiny_model_folder(model_args)
+    _make_once(
+        tiny_teacher_folder(training_args, model_args), lambda draft: make_tiny_model(name, revision, draft, tokenizer, seed=1)
+    )
+
+
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Makes a folder unless it exists. It appears when it is complete, so several rehearsals may make it at a time."""
     if folder.is_dir():
@@ -95,11 +107,13 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def print_notice(data: DataSettings, model_args: ModelConfig) -> None:
+def print_notice(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Prints what a rehearsal replaces."""
     parts = []
     if model_args.model_name_or_path:
         parts.append(f"a two-layer model with random weights instead of {model_args.model_name_or_path}")
+    if teacher := getattr(training_args, "teacher_model_name_or_path", None):
+        parts.append(f"another one instead of {teacher}")
     for source in data.sources:
         if source.name in DATASETS:
             parts.append(f"Python's documentation instead of {source.name}")
@@ -110,6 +124,9 @@ def print_notice(data: DataSettings, model_args: ModelConfig) -> None:
 
 def use_replacements(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> DataSettings:
     """Makes the arguments name the tiny model; returns the settings for the tiny dataset."""
+    if getattr(training_args, "teacher_model_name_or_path", None):
+        training_args.teacher_model_name_or_path = str(tiny_teacher_folder(training_args, model_args))
+        training_args.teacher_model_revision = None
     if model_args.model_name_or_path:
         use_model(training_args, model_args, tiny_model_folder(model_args))
     return data.change_each(lambda source: with_tiny_dataset(source, tiny_dataset_folder(source)))
@@ -133,6 +150,11 @@ def with_tiny_dataset(source: Source, folder: Path) -> Source:
 
 def tiny_model_folder(model_args: ModelConfig) -> Path:
     return _folder_for(model_args.model_name_or_path, model_args.model_revision)
+
+
+def tiny_teacher_folder(training_args: TrainingArguments, model_args: ModelConfig) -> Path:
+    model = f"{model_args.model_name_or_path} {model_args.model_revision}"
+    return _folder_for(training_args.teacher_model_name_or_path, f"{training_args.teacher_model_revision} of {model}")
 
 
 def tiny_dataset_folder(source: Source) -> Path:
@@ -249,18 +271,24 @@ def family_of(name: str) -> dict | None:
     return found
 
 
-def make_tiny_model(name: str, revision: str, folder: Path) -> None:
-    """Writes the tiny model and its tokenizer into `folder`."""
+def make_tiny_model(name: str, revision: str, folder: Path, with_tokenizer: Path | None = None, seed: int = 0) -> None:
+    """Writes the tiny model and its tokenizer, or that of the folder `with_tokenizer`, into `folder`."""
     import torch
     from transformers import AutoConfig, AutoTokenizer, set_seed
     from transformers.utils import logging
 
-    if known := family_of(name):
+    known = family_of(name)
+    if known:
         config = AutoConfig.for_model(**known["config"])
+    else:
+        with hub_errors("model", name):
+            config = AutoConfig.from_pretrained(name, revision=revision)
+    if with_tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(with_tokenizer)
+    elif known:
         tokenizer = make_tokenizer(known)
     else:
         with hub_errors(TOKENIZER, name):
-            config = AutoConfig.from_pretrained(name, revision=revision)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         tokenizer = tokenizer.train_new_from_iterator(documents(), VOCABULARY, show_progress=False)
     processor = make_processor(name, revision, known, tokenizer, config) if has_vision_part(config) else None
@@ -273,7 +301,7 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
     if processor:
         replaced |= dict.fromkeys(("image_token_id", "image_token_index"), processor.image_token_ids[0])
     logging.disable_progress_bar()
-    set_seed(0)
+    set_seed(seed)
     try:
         small = shrink(config, replaced)
         model = make_model(small, dtype=config.dtype or torch.float32)

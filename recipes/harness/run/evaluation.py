@@ -100,6 +100,7 @@ class Means:
         sampler = getattr(loader, "batch_sampler", None)
         self.batches = sampler if isinstance(sampler, EvaluationBatches) else None
         self.steps: list[torch.Tensor] = []  # the loss of each batch, and its `Sizes`
+        self.answer_tokens: torch.Tensor | None = None  # of the last batch, if the trainer writes the answers itself
 
     def sizes(self, batch: Any) -> Sizes:
         """What `add` needs of the next batch; before its loss is computed, which may change the batch."""
@@ -116,6 +117,8 @@ class Means:
         return Sizes(weight, rows, tokens, tokens, tokens)
 
     def add(self, sizes: Sizes, loss: torch.Tensor | None) -> None:
+        if self.answer_tokens is not None:
+            sizes = sizes._replace(weight=self.answer_tokens, tokens=self.answer_tokens)
         value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
         device = self.trainer.accelerator.device
         self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))

@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from trl import SFTTrainer
+from trl import DistillationConfig, SFTTrainer
 
 SEARCHED_ROWS = 1_000  # of the training data, in which to look for TRIED_ROWS that have a token in the loss
 TRIED_ROWS = 8  # of which two are chosen to ask for the unit
@@ -100,7 +100,7 @@ def find_loss(trainer: Trainer) -> Loss:
         loss.shifts_labels = True
         return loss
     if trainer.loss_is_scaled_for_ga is not None and trainer.compute_loss.__module__.startswith("trl."):  # such as DPOTrainer
-        loss.unit = "row"
+        loss.unit = "token" if isinstance(trainer.args, DistillationConfig) else "row"
         return loss
     with unchanged(trainer):
         loss.rows, loss.make_batch = read_first_rows(trainer, loss)

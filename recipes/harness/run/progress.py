@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.exchange import gather_values
 from harness.run.metrics import evaluation_losses, format_metrics, name_of_dataset, own_metrics
+from harness.run.rewards import micro_batches_of_generation
 
 import torch
 from tqdm.auto import tqdm
@@ -64,8 +65,7 @@ class Progress(TrainerCallback):
 
     def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """To be called with the batches of every step, and the tokens in the loss over all processes."""
-        # GRPOTrainer and RLOOTrainer read the rows of all micro-batches that share a generation with each of these.
-        shared = getattr(self.trainer.args, "steps_per_generation", None) or 1
+        shared = micro_batches_of_generation(self.trainer.args)
         for batch in batches:
             rows, tokens = size_of(batch)
             self.rows += rows // shared

@@ -1,4 +1,4 @@
-"""Trainers that generate answers and train on their rewards: GRPOTrainer and RLOOTrainer of TRL."""
+"""Trainers of TRL that train on answers which the model writes: GRPOTrainer and RLOOTrainer on rewards, DistillationTrainer."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,24 @@ from harness.messages import UserError, plural, print_once
 
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import DistillationConfig
 from trl.trainer.utils import RepeatSampler
 
 
 def trains_on_rewards(trainer: Trainer) -> bool:
     return hasattr(trainer, "reward_funcs")
+
+
+def generates(trainer: Trainer) -> bool:
+    """Whether a trainer trains on answers that its own model writes: those on rewards, and DistillationTrainer."""
+    return trains_on_rewards(trainer) or isinstance(trainer.args, DistillationConfig)
+
+
+def micro_batches_of_generation(args: TrainingArguments) -> int:
+    """How many micro-batches share the answers of a `generate`, and with each of which the loader reads the rows of all."""
+    if isinstance(args, DistillationConfig):
+        return args.gradient_accumulation_steps
+    return getattr(args, "steps_per_generation", None) or 1
 
 
 def tokens_of_prompt(trainer: Trainer, prompt: str | list[dict]) -> list[int]:
@@ -27,11 +40,14 @@ def tokens_of_prompt(trainer: Trainer, prompt: str | list[dict]) -> list[int]:
 def check_prompts(trainer: Trainer) -> None:
     """Raises UserError for fewer prompts than a step needs, of which TRL makes no batch. Prints what a sharded model costs."""
     args = trainer.args
-    needed, rows = args.generation_batch_size // args.num_generations, len(trainer.train_dataset)
+    answers = args.per_device_train_batch_size * args.world_size * micro_batches_of_generation(args)
+    of_prompt = getattr(args, "num_generations", 1)
+    needed = answers // of_prompt
+    rows = len(trainer.train_dataset)
     if rows < needed:
         raise UserError(
-            f"--global_batch_size: {plural(args.generation_batch_size, 'answer')} at a time are {args.num_generations} to each "
-            f"of {needed:,} prompts, and there are only {rows:,}: pass a smaller --global_batch_size"
+            f"--global_batch_size: {plural(answers, 'answer')} at a time are {of_prompt} to each of {needed:,} prompts, and "
+            f"there are only {rows:,}: pass a smaller --global_batch_size"
         )
     if trainer.is_fsdp_enabled:
         size = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters()) / 1e9

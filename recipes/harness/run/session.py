@@ -32,7 +32,7 @@ from harness.run.progress import replace_progress_bar
 from harness.run.prompts import describe_rows
 from harness.run.publishing import publish
 from harness.run.results import print_summary, write_results
-from harness.run.rewards import EqualRewards, check_prompts, trains_on_rewards
+from harness.run.rewards import EqualRewards, check_prompts, generates, trains_on_rewards
 from harness.run.samples import generate_samples
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
 from harness.run.sharded_files import check_sharded_files
@@ -108,7 +108,7 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
     group = make_cpu_group(trainer.args.ddp_timeout)
     checkpoint = recover_checkpoints(trainer.args)
     prepare_resume(trainer, checkpoint)
-    if run.seen and trains_on_rewards(trainer):
+    if run.seen and generates(trainer):
         options = {"chat_template_kwargs": trainer.args.chat_template_kwargs}
         run.seen.prompt |= describe_rows(trainer.train_dataset) | options
     if run.seen and trainer.is_world_process_zero():
@@ -210,7 +210,7 @@ def check_trainer(trainer: Trainer) -> None:
     check_images_of_all_rows(trainer)
     if trainer.is_fsdp_enabled:
         check_can_be_sharded(trainer.model)
-    if trains_on_rewards(trainer):
+    if generates(trainer):
         check_prompts(trainer)
     for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
         if name in ("model", "model_wrapped") or not isinstance(other, torch.nn.Module):

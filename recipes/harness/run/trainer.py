@@ -19,7 +19,7 @@ from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
-from harness.run.rewards import order_by_epoch, trains_on_rewards
+from harness.run.rewards import generates, order_by_epoch
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
 
@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, Trainer
 from transformers.trainer_utils import EvalLoopOutput
+from trl import DistillationConfig
 
 
 @dataclass
@@ -51,14 +52,15 @@ class RunTrainer(TrainerWithHooks):
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
-        if trains_on_rewards(self):
+        if generates(self):
             order_by_epoch(loader)
         return keep_workers_after_sigterm(self.parts.position.divide(loader))
 
     def get_eval_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
         loader = super().get_eval_dataloader(*args, **kwargs)
         is_of_transformers = getattr(super().get_eval_dataloader, "__func__", None) is Trainer.get_eval_dataloader
-        has_single_rows = getattr(self.args, "num_generations_eval", None) == 1  # no groups, which TRL's loader would keep
+        groups = getattr(self.args, "num_generations_eval", None)  # whose answers TRL's loader keeps together
+        has_single_rows = groups == 1 or isinstance(self.args, DistillationConfig)
         return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers or has_single_rows else loader)
 
     def compute_loss(
@@ -71,6 +73,9 @@ class RunTrainer(TrainerWithHooks):
         """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
         loss = self.parts.loss
         options = {"return_outputs": True} if return_outputs else {}
+        if isinstance(self.args, DistillationConfig):
+            with self.accelerator.autocast():  # its trainer calls a part of the model, around which accelerate has put none
+                return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         if loss.is_right or not loss.is_measured:
             return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         tokens = loss.tokens(inputs)  # before the loss takes the labels out
@@ -102,6 +107,12 @@ class RunTrainer(TrainerWithHooks):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         self.means.add(sizes, loss)
         return loss, logits, labels
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        if self.means is not None and isinstance(self.args, DistillationConfig):
+            self.means.answer_tokens = prepared["completion_mask"].sum()
+        return prepared
 
     def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
         return self.parts.reader.read(iterator, count)

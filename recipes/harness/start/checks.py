@@ -71,7 +71,7 @@ def check_arguments(training_args: TrainingArguments) -> None:
 
 
 def check_generation(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
-    """Raises UserError for arguments of GRPO and RLOO that would change the model, or the answers of a resumed run."""
+    """Raises UserError for arguments of a trainer whose model writes answers that would change the model, or a resumed run."""
     if getattr(training_args, "use_transformers_continuous_batching", False):
         raise UserError(
             "--use_transformers_continuous_batching casts the trained weights to bf16, where small updates are lost: leave it out"
@@ -80,8 +80,11 @@ def check_generation(script_args: ScriptArguments, training_args: TrainingArgume
         raise UserError("--use_vllm: vLLM needs other packages than the training: start a server, and pass --vllm_mode server")
     if script_args.dataset_streaming:
         raise UserError(
-            "--dataset_streaming: a stream has no groups of answers to the same prompt: pass --dataset_streaming false"
+            "--dataset_streaming: the rows of a step are read again for each micro-batch, which a stream does not do: pass "
+            "--dataset_streaming false"
         )
+    if not hasattr(training_args, "num_generations"):
+        return
     rows, group = training_args.generation_batch_size, training_args.num_generations
     if rows % group:
         raise UserError(f"--num_generations {group}: {rows} answers at a time are no multiple: pass another --global_batch_size")

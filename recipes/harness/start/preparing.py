@@ -17,6 +17,7 @@ from harness.model.loading import (
     build_adapter_on_meta,
     check_architecture,
     check_model,
+    check_teacher,
     keep_adapter_in_text_part,
     set_loading_options,
 )
@@ -30,6 +31,7 @@ from harness.start.arguments import Arguments
 import datasets
 import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from trl import DistillationConfig
 
 
 def check_all_arguments(run: Run, arguments: Arguments) -> None:
@@ -38,7 +40,7 @@ def check_all_arguments(run: Run, arguments: Arguments) -> None:
     checks.check_flags_have_effect(run, *arguments)
     checks.check_optimizer(arguments[1], run.config)
     checks.check_loss(run, arguments[1])
-    if hasattr(arguments[1], "steps_per_generation"):
+    if hasattr(arguments[1], "steps_per_generation") or isinstance(arguments[1], DistillationConfig):
         checks.check_generation(*arguments[:2])
 
 
@@ -59,6 +61,7 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
     for source in data.sources:
         reading.print_ignored_files(source.name, source.config)
     display_name = model_args.model_name_or_path
+    teacher = getattr(training_args, "teacher_model_name_or_path", None)
     if run.on_cpu:
         use_no_gpu_kernels()
     if run.tiny:  # in copies: `replace_model_and_dataset` comes later
@@ -66,6 +69,9 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
         tiny.make_replacements(data, model_args)
+        if teacher:
+            check_teacher(training_args, model_args, is_rehearsal=True)
+            tiny.make_teacher(training_args, model_args)
         training_args, model_args = copy.copy(training_args), copy.copy(model_args)
         data = tiny.use_replacements(data, training_args, model_args)
     else:
@@ -73,6 +79,8 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
         if display_name:
             check_model(training_args, model_args, run.is_sharded)
+        if teacher:
+            check_teacher(training_args, model_args)
     if not display_name:  # the recipe makes its model itself
         check_dataset(data)
         return
@@ -91,6 +99,8 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
     chat_templates.check_conversations(training_args, model_args, run.given, rows, display_name, splits)
     if with_weights and not run.tiny:
         check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
+        if teacher:
+            check_weights(teacher, training_args.teacher_model_revision or "main")
 
 
 def use_commit(arguments: Arguments, commit: str) -> None:

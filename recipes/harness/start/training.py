@@ -262,7 +262,7 @@ def print_differences(run: Run, arguments: Arguments) -> None:
     """Prints what a run does that was not asked for."""
     model_args = arguments[2]
     if run.tiny:
-        tiny.print_notice(run.data, model_args)
+        tiny.print_notice(run.data, training_args, model_args)
         if run.repository:
             print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
     if model_args.model_name_or_path:

@@ -281,7 +281,7 @@ def make_tiny_model(name: str, revision: str, folder: Path, with_tokenizer: Path
     if known:
         config = AutoConfig.for_model(**known["config"])
     else:
-        with hub_errors("model", name):
+        with hub_errors(TOKENIZER, name):
             config = AutoConfig.from_pretrained(name, revision=revision)
     if with_tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(with_tokenizer)

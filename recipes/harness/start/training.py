@@ -260,7 +260,7 @@ def check_start_without_launcher(run: Run, values: argparse.Namespace, on_cpu: b
 
 def print_differences(run: Run, arguments: Arguments) -> None:
     """Prints what a run does that was not asked for."""
-    model_args = arguments[2]
+    _, training_args, model_args = arguments
     if run.tiny:
         tiny.print_notice(run.data, training_args, model_args)
         if run.repository:

@@ -91,9 +91,15 @@ def read_held_out(folder: Path) -> HeldOut:
     """What the run has written for the comparison."""
     import pyarrow.parquet
 
+    results = read_json(folder / RESULTS)
+    if "eval_reward" in results:
+        raise UserError(
+            f"{folder} was trained on rewards, so there are no answers to compute a loss of: its last evaluation has the reward "
+            f"{results['eval_reward']:.4f}"
+        )
     if not (folder / HELD_OUT).is_file():
         raise UserError(f"{folder} has no {HELD_OUT}: a run writes it at its end, if it evaluates rows with tokens")
-    held_out = HeldOut({}, [], read_json(folder / RESULTS))
+    held_out = HeldOut({}, [], results)
     with hub_errors("file", str(folder / HELD_OUT)):
         table = pyarrow.parquet.read_table(folder / HELD_OUT)
     for row in table.to_pylist():

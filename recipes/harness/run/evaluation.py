@@ -111,7 +111,10 @@ class Means:
         if tokens is None:
             tokens = rows
         weight = rows if loss.unit == "row" else tokens
-        if isinstance(batch, Mapping) and "completion_mask" in batch and "labels" not in batch:  # pairs: the chosen answers first
+        has_pairs = (
+            isinstance(batch, Mapping) and "completion_mask" in batch and not {"labels", "label"} & batch.keys()
+        )  # not KTO
+        if has_pairs:  # the chosen answers first
             chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
             return Sizes(weight, rows, chosen + rejected, chosen, rejected)
         return Sizes(weight, rows, tokens, tokens, tokens)

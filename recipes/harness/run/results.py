@@ -218,7 +218,8 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
         names |= evaluation_losses(entry)
     curves = [("loss", "training", "-")]
     if any("reward" in entry for entry in log_history):
-        curves, names = [("reward", "training", "-"), ("eval_reward", "evaluation", "o--")], {}
+        curves = [("reward", "training", "-"), ("eval_reward", "evaluation", "o--")]
+        names = {}
     for name in names:
         curves.append((name, f"evaluation{name_of_dataset(name)}", "o--" if name == "eval_loss" else ".:"))
     for key, label, style in curves:

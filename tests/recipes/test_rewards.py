@@ -99,12 +99,12 @@ def raises(completions, **others):
     [
         (None, ""),
         (raises, "ZeroDivisionError"),
-        (lambda completions, **others: [1.0], "returned 1 rewards, but 12 were expected"),
+        (lambda completions, **others: [1.0], "returned 1 rewards, but 4 were expected"),
         (
             lambda completions, **others: [1.0] * len(completions),
             "its own answer 1, the answer of another row 1, an empty answer 1",
         ),
-        (lambda completions, **others: [None] * len(completions), "do not tell right answers from wrong ones"),
+        (lambda completions, **others: [None] * len(completions), "do not tell right answers"),
     ],
     ids=["the recipe's", "raises", "one value", "all alike", "none"],
 )

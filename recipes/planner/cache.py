@@ -31,7 +31,8 @@ def simulation_of(fields: dict[str, Any]) -> Simulation:
     """A simulation from its fields as JSON."""
     for key in ("peaks", "host_peaks"):
         fields[key] = {moment: Peak(**peak) for moment, peak in fields[key].items()}
-    fields["step"] = Counts(**fields["step"])
+    for key in ("step", "token"):
+        fields[key] = Counts(**fields[key])
     return Simulation(**fields)
 
 

@@ -89,6 +89,7 @@ def on_machine(machine: Machine, simulation: Simulation) -> dict[str, Any]:
         "on_machine": {
             "kernel_seconds": card.launch,
             "step_seconds": round(seconds, 3),
+            "generating_seconds": round(roofline.generating_seconds(card, simulation), 3),
             "tokens_per_second": round(tokens / seconds),
             "tokens_per_second_with_slower_host": round(tokens / slower),
             "hours": round(simulation.max_steps * seconds / 3600, 6) if simulation.max_steps > 0 else None,

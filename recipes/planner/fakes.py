@@ -16,7 +16,7 @@ from typing import Any
 from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
 from harness.run.sharding import local_tensor
-from planner.ledger import VARLEN_BACKWARD, Ledger
+from planner.ledger import VARLEN_BACKWARD, Ledger, tensors_in
 
 import bitsandbytes
 import torch
@@ -45,9 +45,15 @@ FLOAT32_OPERATORS = (
 class Mode(FakeTensorMode):
     """Makes fake tensors. DDP asks for the device cpu:0, which a fake tensor does not know."""
 
+    keeps_values = False  # if True, what is computed of real tensors alone stays real, such as the sizes of images
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs and getattr(kwargs.get("device"), "index", None) is not None:
             kwargs = {**kwargs, "device": torch.device(kwargs["device"].type)}
+        if self.keeps_values:
+            tensors = tensors_in((*args, *(kwargs or {}).values()))
+            if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                return func(*args, **kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -91,6 +91,7 @@ class Ledger(TorchDispatchMode):
         self.place = "gpu"
         self.holder = "rest"  # the labels of new allocations, see `within`
         self.paused = False  # if True, nothing is recorded
+        self.is_bound_by_memory = False  # if True, the bytes of matrix products count: a token of each row has few FLOPs
         self.is_fused = False  # if True, operators between two matrix products are one kernel, see `planner.fused`
         self.weight_shapes: set[tuple] = set()  # of fused layers, `squeezed`; a tensor of such a shape is a weight or a gradient
         self._read: set[Storage] = set()  # what the fused kernel has read so far
@@ -171,6 +172,8 @@ class Ledger(TorchDispatchMode):
         if count_flops := self.flop_counters.get(func.overloadpacket):
             self.flops[str(tensors_in(args)[0].dtype)] += count_flops(*args, **kwargs, out_val=result)
             self.launches += 1
+            if self.is_bound_by_memory:
+                self.touched += sum(sizes)
         elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name:
             self.touched += sum(sizes)
             self.launches += 1
@@ -468,6 +471,11 @@ def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
         if "added_on_host" in counts.moved:
             counts.moved["added_on_host"] = last.moved["added_on_host"] * (accumulation - 1)
     return counts
+
+
+def add_counts(counts: Counts, others: Counts, times: float) -> Counts:
+    """`counts`, and `others` so many times."""
+    return combine_counts(counts, others, lambda one, other: one + times * other)
 
 
 def combine_counts(one: Counts, other: Counts, combine: Callable[[float, float], float]) -> Counts:

@@ -17,6 +17,7 @@ LINES = (16, 24, 40, 80)  # GB, of the picture
 # What holds memory on a GPU.
 HOLDERS = {
     "weights": "weights",
+    "cache": "keys and values of the texts that are generated",
     "gathered": "gathered layers, weights in bf16 or fp16",
     "gradients": "gradients",
     "optimizer": "optimizer",
@@ -63,15 +64,18 @@ def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
         if size := plan["holders"].get(holder):
             print(f"             {size:7.2f}  {description}")
     print(f"reserved     {plan['reserved_gb']:.1f} GB by PyTorch's allocator if there is room")
-    print("by phase     " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()))
+    peak = max(plan["moments"], key=plan["moments"].get)
+    print("by phase     " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()) + f"; peak in {peak}")
     print(f"host memory  {plan['peak_host_gb']:.0f} GB per node ({of_this_machine(plan['peak_host_gb'], total_memory())})")
     free = of_this_machine(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)
     print(f"disk         {plan['disk_gb']:.0f} GB ({free}), {plan['download_gb']:.1f} GB of it to download")
     moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
     print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
     print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {plan['host_seconds']:.2f} s")
+    if plan["generation"]:
+        print_generation(plan["generation"])
     print(f"the run      {describe_length(plan)}\n")
-    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "slower host", "time")]
+    rows = [("GPU", "fits", "largest micro-batch", "s per step", "to generate", "tokens/s", "slower host", "time")]
     shown = shown_cards(plan, wanted)
     for name in shown:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *describe_speed(plan, name)))
@@ -82,6 +86,19 @@ def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
     if waiting:
         print(f"The host can be slower than {', '.join(waiting)}: {FEWER_KERNELS}.")
     print(f"\n{NOT_SIMULATED}")
+
+
+def print_generation(generation: dict[str, Any]) -> None:
+    """What a GPU generates for training."""
+    print(
+        f"generating   {generation['texts']} texts at once, {generation['times_per_step']:g} times a step: "
+        f"{generation['tokens']} tokens each, after prompts of {generation['prompt_tokens']} (assumed)"
+    )
+    print(f"             {generation['kernels_per_token']:,} kernels for a token of all texts")
+    if gathered := generation["gathered_gb_per_token"]:
+        print(
+            f"             each GPU gathers {gathered:.1f} GB of weights for a token, because they are sharded; with DDP nothing"
+        )
 
 
 def shown_cards(plan: dict[str, Any], wanted: set[str]) -> list[str]:
@@ -161,6 +178,8 @@ def print_choice(plan: dict[str, Any]) -> None:
     speed = f"{tokens:,} tokens/s" + (f", {slower:,} with a slower host" if slower < tokens else "")
     length = f"; {plan['steps']:,} steps: {describe_time(here['hours'])}" if here["hours"] else ""
     print(f"\n{speed}{length}. {describe_host(here['kernel_seconds'])}")
+    if plan["generation"]:
+        print(f"{here['generating_seconds']:.1f} of {here['step_seconds']:.1f} s of a step generate texts.")
     if here["signal_seconds"]:
         print(
             f"On SLURM, pass `sbatch --signal USR1@{here['signal_seconds']}`: without it, the signal comes 300 s before the time "
@@ -185,13 +204,14 @@ def describe_fit(plan: dict[str, Any], name: str) -> str:
     return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"
 
 
-def describe_speed(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
-    """Seconds per step, tokens/s, tokens/s with a slower host if that is the limit, and time of the run on a card."""
+def describe_speed(plan: dict[str, Any], name: str) -> tuple[str, str, str, str, str]:
+    """Seconds per step, those of it to generate, tokens/s, those with a slower host if it is the limit, and the run's time."""
     if name not in plan["step_seconds"]:
-        return "", "", "", ""
+        return "", "", "", "", ""
     slower = f"{plan['tokens_per_second_with_slower_host'][name]:,}" if waits_for_host(plan, name) else ""
     hours = describe_time(plan["hours"][name]) if plan["hours"] else ""
-    return f"{plan['step_seconds'][name]:.2f}", f"{plan['tokens_per_second'][name]:,}", slower, hours
+    generating = f"{plan['generating_seconds'][name]:.2f}" if plan["generation"] else ""
+    return f"{plan['step_seconds'][name]:.2f}", generating, f"{plan['tokens_per_second'][name]:,}", slower, hours
 
 
 def waits_for_host(plan: dict[str, Any], name: str) -> bool:

@@ -23,7 +23,18 @@ PINNING = 4e9  # bytes/s; allocating pinned memory for the first gradients of ev
 
 
 def step_seconds(card: Card, simulation: Simulation) -> float:
-    """Seconds of one optimizer step."""
+    """Seconds of one optimizer step, with the texts that are generated for it."""
+    return generating_seconds(card, simulation) + training_seconds(card, simulation)
+
+
+def generating_seconds(card: Card, simulation: Simulation) -> float:
+    """Seconds in which texts are generated for a step, one token of each after the other; without the pass over the prompts."""
+    tokens = simulation.generations * simulation.completion
+    return tokens * training_seconds(card, dataclasses.replace(simulation, step=simulation.token, trained_here=0))
+
+
+def training_seconds(card: Card, simulation: Simulation) -> float:
+    """Seconds of the forward and backward passes of a step, and of the optimizer."""
     transfers, waiting = transfer_seconds(card, simulation)
     return max(compute_seconds(card, simulation), transfers, host_seconds(card, simulation)) + waiting
 

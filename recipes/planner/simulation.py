@@ -42,7 +42,16 @@ from planner import layers
 from planner.allocator import replay
 from planner.fakes import Fakes, count_wrapping, install_steps
 from planner.fused import compile_layers
-from planner.ledger import Counts, Ledger, Peak, counts_of_step, in_order
+from planner.generation import (
+    PROMPT,
+    batch_of_texts,
+    count_scoring_passes,
+    extend_cache,
+    generates,
+    mark_cache,
+    micro_batches_of_generation,
+)
+from planner.ledger import Counts, Ledger, Peak, add_counts, counts_of_step, in_order
 from planner.processes import Process
 from planner.shapes import check_bytes, expected_bytes, shapes_of
 from planner.size import PLANNED, use_planned_size
@@ -52,7 +61,19 @@ import torch
 import tqdm
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Cache,
+    PreTrainedConfig,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+PIXELS = "pixel_values"  # in batches with images, which also have the size of each image in patches
+GRID = "image_grid_thw"
 
 
 class PlannedRecipe(StartedRecipe):
@@ -123,6 +144,13 @@ class Simulation:
     epochs: float
     expected: dict[str, int]  # bytes by holder, by arithmetic on shapes
     copies: int  # of the model in the host memory of a node while it loads
+    # Of texts that a GPU generates for training, 0 if it does not.
+    generated_rows: int = 0  # at once
+    prompt: int = 0  # tokens
+    completion: int = 0  # tokens
+    scored_batches: int = 0  # micro-batches of a forward pass over the texts before the training
+    generations: float = 0  # in an optimizer step
+    token: Counts = field(default_factory=lambda: Counts({}, {}, 0))  # of one more token of all rows
     is_offloaded: bool = False
     trained_here: int = 0  # parameters that the optimizer of one process updates
     optimizer: int = 0  # bytes of the optimizer's states in one process
@@ -174,6 +202,7 @@ def simulate(
     config = run.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"  # that a batch has a token for each part of an image
     ledger = Ledger()
     fakes = make_fakes(ledger)
     set_environment_of_accelerate(run)
@@ -223,7 +252,14 @@ def simulate_training(
     """
     trainer = plan.trainer
     config = plan.run.config
-    batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
+    rows = trainer.args.per_device_train_batch_size
+    if generates(trainer.args):
+        batch = batch_of_texts(trainer.args, rows, PROMPT)
+    else:
+        batch = full_batch(first_batch(trainer), trainer.args, rows)
+    if GRID in batch:
+        fakes.mode.keeps_values = True
+        batch |= batch_of_images(batch, plan.arguments[0].max_pixels, trainer.model.config.vision_config)
     ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
@@ -256,6 +292,9 @@ def simulate_training(
     # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
     simulation.step.touched += step.after.touched
     simulation.step.launches += step.after.launches
+    simulation.step = add_counts(simulation.step, step.prompts, simulation.generations)
+    simulation.step = add_counts(simulation.step, step.scores, simulation.generations * simulation.scored_batches)
+    simulation.token = step.token
     return simulation
 
 
@@ -279,8 +318,7 @@ def simulate_few_layers(step: "SimulatedStep") -> bool:
     except layers.Unlike:
         return False
     counts = [layers.linear_counts(one, other, added) for one, other in zip(few.counts, more.counts, strict=True)]
-    step.parts = counts[:-1]
-    step.after = counts[-1]
+    *step.parts, step.after, step.prompts, step.scores, step.token = counts
     step.simulation.simulated_layers = more.layers
     step.trained_here = layers.linear(few.sizes[0], more.sizes[0], added)
     step.optimizer = layers.linear(few.sizes[1], more.sizes[1], added)
@@ -298,7 +336,8 @@ def record_few_layers(step: "SimulatedStep", all_layers: torch.nn.ModuleList, co
     with contextlib.suppress(RecipeStopped):
         trainer.train()
     sizes = [step.trained_here, step.optimizer]
-    return layers.record(step.ledger.events, start, count, [*step.parts, step.after], sizes)
+    counts = [*step.parts, step.after, step.prompts, step.scores, step.token]
+    return layers.record(step.ledger.events, start, count, counts, sizes)
 
 
 def expected_of(trainer: Trainer, shards: int) -> dict[str, int]:
@@ -313,6 +352,27 @@ def call_in_forks(functions: list[Callable[[], Any]]) -> list[Any] | None:
     started = [Process("fork", function) for function in functions]
     ends = [process.wait() for process in started]
     return None if any(code for code, _ in ends) else [result for _, result in ends]
+
+
+def first_batch(trainer: Trainer) -> dict:
+    """The first batch of a run's collator; with an image if rows have some."""
+    trainer.args.dataloader_num_workers = 0  # a process that simulates cannot have threads
+    batches = iter(trainer.get_train_dataloader())
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        return next(batch for batch in batches if PIXELS in batch)
+    return next(batches)
+
+
+def batch_of_images(batch: dict, pixels: int, vision: PreTrainedConfig) -> dict:
+    """What a batch has for one image of so many pixels in each of its rows, for models that cut images into patches."""
+    rows, length = batch["input_ids"].shape
+    merged = vision.spatial_merge_size
+    side = merged * int(pixels**0.5 / vision.patch_size / merged)  # patches
+    return {
+        GRID: torch.tensor([[1, side, side]] * rows),
+        PIXELS: torch.ones((rows * side**2, batch[PIXELS].shape[1])),
+        "position_ids": torch.ones((3, rows, length), dtype=torch.long),  # a model would compute them from the tokens
+    }
 
 
 def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
@@ -330,7 +390,7 @@ def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
             value = torch.arange(0, rows * length + 1, length, dtype=value.dtype)
         elif name in ("max_length_q", "max_length_k"):
             value = length
-        elif isinstance(value, torch.Tensor) and value.dim() == 2:
+        elif isinstance(value, torch.Tensor) and value.dim() == 2 and name not in (PIXELS, GRID):
             value = torch.ones((1, rows * length) if is_packed else (rows, length), dtype=value.dtype)
         full[name] = value
     return full
@@ -364,6 +424,16 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     shards = 1
     if trainer.is_fsdp_enabled:
         shards = config.shards if config.is_hybrid else plan.run.processes
+    generated = {}
+    if generates(args):
+        micro_batches = micro_batches_of_generation(args)
+        generated = {
+            "generated_rows": args.per_device_train_batch_size * micro_batches,
+            "prompt": batch["prompt_ids"].shape[1],
+            "completion": args.max_completion_length,
+            "scored_batches": count_scoring_passes(trainer) * micro_batches,
+            "generations": args.gradient_accumulation_steps / micro_batches / getattr(args, "num_iterations", 1),
+        }
     return Simulation(
         recipe=Path(plan.run.recipe).stem,
         config=config.name,
@@ -390,6 +460,7 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
         epochs=args.num_train_epochs,
         expected=expected_of(trainer, shards),
         copies=1 if reads_once else plan.run.processes // plan.run.nodes,
+        **generated,
     )
 
 
@@ -421,6 +492,10 @@ class SimulatedTrainer(TrainerWithHooks):
 
     def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
         return self.simulated_step.make_batches()
+
+    def _prepare_inputs(self, inputs: dict) -> dict:
+        """A trainer that generates would do it here."""
+        return inputs if generates(self.args) else super()._prepare_inputs(inputs)
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
         """A dataset shorter than a step would end the epoch, and start the optimizer, before the last micro-batch."""
@@ -459,6 +534,9 @@ class SimulatedStep(TrainerCallback):
         trainer.args.gradient_accumulation_steps = self.micro_batches  # `describe_run` has read the real number before
         self.parts: list[Counts] = []  # of the micro-batches
         self.after = Counts({}, {}, 0)  # of clipping and the optimizer
+        self.prompts = Counts({}, {}, 0)  # of a forward pass over the prompts of generated texts
+        self.scores = Counts({}, {}, 0)  # of forward passes over a micro-batch of them before the training
+        self.token = Counts({}, {}, 0)  # see `Simulation`
         self.trained_here = self.optimizer = 0  # see `Simulation`
         self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates
         self.forward_labels: Any = None  # entered when the training begins, and left by the labels of what comes after
@@ -469,7 +547,8 @@ class SimulatedStep(TrainerCallback):
         return [self.fake_batch(self.batch) for _ in range(self.micro_batches)]
 
     def fake_batch(self, batch: dict) -> dict:
-        return {name: self.fakes.fake(value) for name, value in batch.items()}
+        """The sizes of images remain values: a model cuts its tensors by them."""
+        return {name: value if name == GRID else self.fakes.fake(value) for name, value in batch.items()}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
@@ -528,8 +607,11 @@ class SimulatedStep(TrainerCallback):
         self.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
         self.after = self.ledger.take_counts()
         self.trainer.model_wrapped.eval()
+        if self.simulation.completion:
+            self.simulate_generation(args)
         if self.with_evaluation:
             self.simulate_evaluation(args)
+        if self.with_evaluation and not self.simulation.completion:
             self.simulate_sample(args)
         self.simulate_save(model)
         raise RecipeStopped
@@ -538,9 +620,43 @@ class SimulatedStep(TrainerCallback):
         """The first batch of an evaluation."""
         if self.trainer.eval_dataset is None:
             return
-        batch = full_batch(self.batch, args, args.per_device_eval_batch_size)
+        rows = args.per_device_eval_batch_size
+        batch = batch_of_texts(args, rows, PROMPT) if generates(args) else full_batch(self.batch, args, rows)
         with self.ledger.within(moment="evaluation"):
             self.trainer.prediction_step(self.trainer.model_wrapped, self.fake_batch(batch), True)
+
+    def simulate_generation(self, args: TrainingArguments) -> None:
+        """The texts for the next step: the prompts, a token in the middle of the texts, and the last one; and their scores."""
+        simulation = self.simulation
+        rows = simulation.generated_rows
+        self.ledger.take_counts()
+        with self.ledger.within(moment="generate", holder="rest"), torch.no_grad():
+            cache = self.forward_cached(rows, simulation.prompt, simulation.prompt, None)
+            self.prompts = self.ledger.take_counts()
+            half = simulation.completion // 2
+            extend_cache(cache, half, self.ledger)
+            self.ledger.take_counts()
+            self.ledger.is_bound_by_memory = True
+            self.forward_cached(rows, 1, simulation.prompt + half + 1, cache)
+            self.token = self.ledger.take_counts()
+            self.ledger.is_bound_by_memory = False
+            extend_cache(cache, simulation.completion - half - 2, self.ledger)
+            self.forward_cached(rows, 1, simulation.prompt + simulation.completion, cache)
+            del cache
+        self.ledger.take_counts()
+        if simulation.scored_batches:
+            with self.ledger.within(moment="score", holder="activations"), torch.no_grad():
+                self.trainer.compute_loss(self.trainer.model_wrapped, self.fake_batch(self.batch))
+            self.scores = self.ledger.take_counts()
+
+    def forward_cached(self, rows: int, tokens: int, length: int, cache: Cache | None) -> Cache:
+        """A forward pass over so many tokens of each row, which has `length` with them; with a mask, as prompts are padded."""
+        ids = self.fakes.fake(torch.ones(rows, tokens, dtype=torch.long))
+        mask = self.fakes.fake(torch.ones(rows, length, dtype=torch.long))
+        model = self.trainer.model
+        output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        mark_cache(output.past_key_values, self.ledger)
+        return output.past_key_values
 
     def simulate_sample(self, args: TrainingArguments) -> None:
         """The forward pass over a prompt of the maximum length, which makes the key-value cache."""

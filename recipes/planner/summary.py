@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.cards import CARDS, GB, Card
 from planner.memory import disk_space, fits, largest_micro_batch, needed_host_memory, reserve, reserved_on
-from planner.roofline import host_seconds, moved_bytes, step_seconds, with_slower_host
+from planner.roofline import generating_seconds, host_seconds, moved_bytes, step_seconds, with_slower_host
 from planner.simulation import Simulation
 
 
@@ -43,6 +43,8 @@ def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> di
         "largest_micro_batch": {},
         "kernel_seconds": all_cards[0].launch,
         "host_seconds": round(host_seconds(all_cards[0], simulation), 3),
+        "generation": describe_generation(simulation),
+        "generating_seconds": {},
         "step_seconds": {},
         "tokens_per_second": {},
         "tokens_per_second_with_slower_host": {},
@@ -57,12 +59,27 @@ def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> di
             continue
         seconds = step_seconds(card, simulation)
         plan["step_seconds"][card.name] = round(seconds, 3)
+        plan["generating_seconds"][card.name] = round(generating_seconds(card, simulation), 3)
         plan["tokens_per_second"][card.name] = round(tokens / seconds)
         slower = step_seconds(with_slower_host(card), simulation)
         plan["tokens_per_second_with_slower_host"][card.name] = round(tokens / slower)
         if steps:
             plan["hours"][card.name] = round(steps * seconds / 3600, 6)
     return plan
+
+
+def describe_generation(simulation: Simulation) -> dict[str, Any] | None:
+    """The texts that a GPU generates for training, None if it generates none."""
+    if not simulation.completion:
+        return None
+    return {
+        "texts": simulation.generated_rows,  # at once
+        "prompt_tokens": simulation.prompt,
+        "tokens": simulation.completion,
+        "times_per_step": simulation.generations,
+        "kernels_per_token": round(simulation.token.launches),
+        "gathered_gb_per_token": gb(simulation.token.moved.get("gathered", 0)),
+    }
 
 
 def gb(size: float) -> float:

@@ -1,0 +1,75 @@
+"""Plans of trainers that generate: the cache of keys and values, the time for a token, and what is scored before the training."""
+
+import json
+
+from planner import cards, roofline
+from planner.cache import simulation_of
+from planner.simulation import Simulation
+
+import pytest
+from conftest import ROOT
+from runs import tiny_tokenizer
+
+LAYERS, HEADS, SIZE = 8, 8, 128  # heads of keys and values
+ROWS, PROMPT, COMPLETION = 64, 256, 512
+CARD = cards.find_card("3090")
+
+
+@pytest.fixture(scope="module")
+def found(simulate, tmp_path_factory) -> list[Simulation]:
+    """GRPO of a model with eight of Qwen3-0.6B's layers: a few of them extended to all, all, sharded, and with a reference."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_tokenizer("Qwen/Qwen3-4B-Instruct-2507").save_pretrained(folder)
+    config = json.loads((ROOT / "tests/published/models/Qwen/Qwen3-0.6B/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS, "max_window_layers": LAYERS}))
+    flags = ["--model_name_or_path", folder, "--max_completion_length", COMPLETION, "--global_batch_size", ROWS]
+    recipe = ROOT / "recipes/qwen3_grpo.py"
+    alone, sharded = (ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_full_shard"))
+    runs = [
+        (recipe, alone, flags, "cuda"),
+        (recipe, alone, flags, "cuda with all layers"),
+        (recipe, sharded, flags, "cuda"),
+        (recipe, alone, [*flags, "--beta", "0.1"], "cuda"),
+    ]
+    return [simulation_of(fields) for fields in simulate(runs)]
+
+
+def test_cache_has_keys_and_values_of_all_texts(found):
+    simulation = found[0]
+    assert (simulation.generated_rows, simulation.prompt, simulation.completion) == (ROWS, PROMPT, COMPLETION)
+    tokens = ROWS * (PROMPT + COMPLETION)
+    cache = 2 * 2 * LAYERS * HEADS * SIZE * tokens  # bytes of keys and of values in 16 bits
+    assert cache <= simulation.peaks["generate"].by_holder["cache"] <= (1 + 1 / LAYERS) * cache, "one layer is copied at a time"
+
+
+def test_few_layers_give_what_all_layers_give(found):
+    few, every = found[:2]
+    assert few.simulated_layers == 5 and every.simulated_layers == 0
+    assert few.token == every.token and few.step == every.step and few.peaks == every.peaks
+
+
+def test_token_reads_all_weights(found):
+    """And the cache: once to add to it, once for each query head that shares it, and once for attention."""
+    simulation = found[0]
+    weights = simulation.expected["weights"]
+    cache = 2 * 2 * LAYERS * HEADS * SIZE * ROWS * (PROMPT + COMPLETION // 2)
+    assert weights + cache < simulation.token.touched < 1.5 * weights + 9 * cache
+    assert 50 * LAYERS < simulation.token.launches < 200 * LAYERS
+    host = simulation.token.launches * CARD.launch
+    memory = simulation.token.touched / CARD.bandwidth / roofline.MEMORY_RATE
+    assert roofline.generating_seconds(CARD, simulation) >= COMPLETION * max(host, memory)
+    assert roofline.step_seconds(CARD, simulation) > roofline.generating_seconds(CARD, simulation)
+
+
+def test_sharded_weights_are_gathered_for_each_token(found):
+    alone, sharded = found[0], found[2]
+    layers = 2 * (alone.parameters - 151_936 * 1024)  # the embedding and the head remain gathered
+    assert sharded.token.moved["gathered"] == pytest.approx(layers, rel=0.1)
+    assert not alone.token.moved
+
+
+def test_reference_scores_texts(found):
+    """One more forward pass; a step has two, with activation checkpointing, and a backward pass to the adapters."""
+    without, with_reference = (sum(simulation.step.flops.values()) for simulation in (found[0], found[3]))
+    assert 1.2 * without < with_reference < 1.5 * without
+    assert found[3].token == found[0].token

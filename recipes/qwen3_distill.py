@@ -5,9 +5,10 @@
     ./launch.sh qwen3_distill 1x3090 --dataset_name my.jsonl
     ./launch.sh qwen3_distill 1x3090 --model_name_or_path my-org/my-4b --teacher_model_name_or_path my-org/my-8b
 
-Rows: conversations, of which only the turns before the first answer are used. In each step the student (Qwen3-4B) answers 16 of
-these prompts, and learns to give each token of its answers the probability that the teacher (Qwen3-8B) gives it. The loss, also
-in evaluations, is the distance between the two in nats per token: 0 if they are equal. Both need the same vocabulary.
+Rows: conversations, of which only the turns before the first answer are used, without tools. In each step the student (Qwen3-4B)
+answers 16 of these prompts, and learns to give each token of its answers the probability that the teacher (Qwen3-8B) gives it.
+The loss, also in evaluations, is the distance between the two in nats per token: 0 if they are equal. Both need the same
+vocabulary. Under FSDP (4gpu_full_shard), each GPU would receive all weights of the student again for every token it writes.
 """
 
 from harness import load, load_tokenizer, parse, train
@@ -69,11 +70,12 @@ def main():
     )
     train_dataset, eval_dataset = load(script_args)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
-    training_args.teacher_model_init_kwargs = {
+    of_teacher = {
         "dtype": "bfloat16",  # of what is not quantized
         "device_map": {"": training_args.device},  # each GPU has the whole teacher, also under FSDP
         "quantization_config": four_bits,
     }
+    training_args.teacher_model_init_kwargs = of_teacher | (training_args.teacher_model_init_kwargs or {})
     trainer = DistillationTrainer(
         model=model_args.model_name_or_path,
         teacher_model=training_args.teacher_model_name_or_path,

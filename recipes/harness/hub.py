@@ -57,18 +57,18 @@ def use_cache_if_unreachable() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_path") -> None:
+def check_model_exists(model: str, revision: str) -> None:
     """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from transformers import CONFIG_MAPPING
 
     if Path(model).is_dir():
-        check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")), flag)
+        check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")))
         file = str(Path(model, "config.json"))
         if not Path(file).is_file():
-            raise UserError(f"{flag}: {model} has no config.json, so it is not a model folder")
+            raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
     elif model.startswith(("/", ".", "~")):
-        raise UserError(f"{flag}: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
+        raise UserError(f"--model_name_or_path: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
     else:
         with hub_errors("model", model):
             file = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -76,11 +76,11 @@ def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_p
                 info = HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
                 if "adapter_config.json" in [file.rfilename for file in info.siblings]:
                     adapter = hf_hub_download(model, "adapter_config.json", revision=revision)
-                    check_is_no_adapter(model, read_json(Path(adapter)), flag)
+                    check_is_no_adapter(model, read_json(Path(adapter)))
                 file = hf_hub_download(model, "config.json", revision=revision)
     config = read_json(Path(file))
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"{flag}: {model}: {OWN_CODE}")
+        raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
 
 
 def commit_of(model: str, revision: str) -> str:
@@ -91,7 +91,7 @@ def commit_of(model: str, revision: str) -> str:
     return Path(file).parent.name if isinstance(file, str) else revision
 
 
-def check_is_no_adapter(model: str, settings: dict, flag: str) -> None:
+def check_is_no_adapter(model: str, settings: dict) -> None:
     """Raises UserError for an adapter: transformers would load its base model too, and train neither. `settings`: its JSON."""
     if not settings:
         return
@@ -99,7 +99,7 @@ def check_is_no_adapter(model: str, settings: dict, flag: str) -> None:
     if Path(model).is_dir():
         merge = f", or the folder that ./launch.sh --merge {model} writes. --chat, --merge and --verify take the adapter itself"
     base = settings.get("base_model_name_or_path")
-    raise UserError(f"{flag}: {model} is an adapter: pass its base model, {base}{merge}")
+    raise UserError(f"--model_name_or_path: {model} is an adapter: pass its base model, {base}{merge}")
 
 
 @contextlib.contextmanager

@@ -49,9 +49,13 @@ class PreparedRecipe(StartedRecipe):
         if not run.tiny:
             if model_args.model_name_or_path:
                 preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
-            download(run.data, model_args)
-            if model_args.model_name_or_path:
-                check_weights(model_args.model_name_or_path, model_args.model_revision)
+            models = {model_args.model_name_or_path: model_args.model_revision}
+            if teacher := getattr(training_args, "teacher_model_name_or_path", None):
+                models[teacher] = training_args.teacher_model_revision or "main"
+            models.pop(None, None)  # without a name the recipe makes its model itself
+            download(run.data, models)
+            for name, revision in models.items():
+                check_weights(name, revision)
         load_tokenizers_as_offline()
         run = preparing.replace_model_and_dataset(run, arguments)
         if model_args.load_in_4bit:
@@ -61,17 +65,17 @@ class PreparedRecipe(StartedRecipe):
         load_small_models()
 
 
-def download(data: Any, model_args: Any) -> None:
-    """Downloads the model, and the files of streams. The recipe itself downloads the other datasets."""
+def download(data: Any, models: dict[str, str]) -> None:
+    """Downloads models, by name and revision, and the files of streams. The recipe itself downloads the other datasets."""
     from harness.data import reading
     from harness.model.weight_files import FILES_OF_MODEL
 
     from huggingface_hub import snapshot_download
 
-    name = model_args.model_name_or_path
-    if name and not Path(name).is_dir():  # without a name the recipe makes its model itself
-        with hub_errors("model", name):
-            snapshot_download(name, revision=model_args.model_revision, **FILES_OF_MODEL)
+    for name, revision in models.items():
+        if not Path(name).is_dir():
+            with hub_errors("model", name):
+                snapshot_download(name, revision=revision, **FILES_OF_MODEL)
     for source in data.sources:
         if data.streaming and not reading.is_local(source.name):
             with hub_errors("dataset", source.name):

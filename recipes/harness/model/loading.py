@@ -169,37 +169,23 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
 
 
-def check_teacher(training_args: TrainingArguments, model_args: ModelConfig, is_rehearsal: bool = False) -> None:
-    """Raises UserError unless the teacher of DistillationTrainer can be read, and has the vocabulary of the model.
-
-    In a rehearsal, models that it knows without network are not read. Other trainers of TRL need no common vocabulary.
-    """
+def check_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Raises UserError unless a teacher can be read, and, for DistillationTrainer, has the vocabulary of the model."""
     from transformers import AutoTokenizer
 
-    name, revision = training_args.teacher_model_name_or_path, training_args.teacher_model_revision or "main"
-    student = model_args.model_name_or_path
-    is_known = {model: is_rehearsal and tiny.family_of(model) is not None for model in (name, student)}
-    if not is_known[name]:
-        check_model_exists(name, revision, flag="--teacher_model_name_or_path")
-    if any(is_known.values()) or not isinstance(training_args, DistillationConfig):
-        return
-    sizes, words = [], []
-    for model, commit in ((name, revision), (student, model_args.model_revision)):
-        with hub_errors(TOKENIZER, model):
-            config = AutoConfig.from_pretrained(model, revision=commit)
-            tokenizer = AutoTokenizer.from_pretrained(model, revision=commit)
-        sizes.append(config.get_text_config().vocab_size)
-        words.append({token: word for word, token in tokenizer.get_vocab().items()})
-    of_teacher, of_student = words
-    other = [token for token in of_teacher.keys() & of_student.keys() if of_teacher[token] != of_student[token]]
-    if sizes[0] != sizes[1] or other:
-        difference = f"vocab_size {sizes[0]:,} and {sizes[1]:,}"
-        if sizes[0] == sizes[1]:
-            token = min(other)
-            difference = f"token {token} is {of_teacher[token]!r} and {of_student[token]!r}"
+    teacher, student = training_args.teacher_model_name_or_path, model_args.model_name_or_path
+    vocabularies = []
+    for name, revision in ((teacher, training_args.teacher_model_revision or "main"), (student, model_args.model_revision)):
+        with hub_errors(TOKENIZER, name):
+            size = AutoConfig.from_pretrained(name, revision=revision).get_text_config().vocab_size
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        vocabularies.append([size, *tokenizer.convert_ids_to_tokens(range(len(tokenizer)))])
+    # Tokens that only one of them has are at the end, where the other model has unused rows.
+    shared = min(map(len, vocabularies))
+    if vocabularies[0][:shared] != vocabularies[1][:shared] and isinstance(training_args, DistillationConfig):
         raise UserError(
-            f"--teacher_model_name_or_path: {name} has another vocabulary than {student} ({difference}), so the probabilities of "
-            "their tokens cannot be compared: pass a teacher of the same family"
+            f"--teacher_model_name_or_path: {teacher} has another vocabulary than {student}, so the probabilities of their "
+            "tokens cannot be compared: pass a teacher of the same family"
         )
 
 

@@ -86,12 +86,9 @@ def make_replacements(data: DataSettings, model_args: ModelConfig) -> None:
 
 def make_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the tiny teacher of DistillationTrainer, unless it exists: with the vocabulary of the tiny model, which exists."""
-    name = training_args.teacher_model_name_or_path
-    revision = training_args.teacher_model_revision or "main"
-    tokenizer = tiny_model_folder(model_args)
-    _make_once(
-        tiny_teacher_folder(training_args, model_args), lambda draft: make_tiny_model(name, revision, draft, tokenizer, seed=1)
-    )
+    name, revision = training_args.teacher_model_name_or_path, training_args.teacher_model_revision or "main"
+    student = tiny_model_folder(model_args)
+    _make_once(tiny_teacher_folder(training_args, model_args), lambda draft: make_tiny_model(name, revision, draft, student))
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
@@ -153,8 +150,8 @@ def tiny_model_folder(model_args: ModelConfig) -> Path:
 
 
 def tiny_teacher_folder(training_args: TrainingArguments, model_args: ModelConfig) -> Path:
-    model = f"{model_args.model_name_or_path} {model_args.model_revision}"
-    return _folder_for(training_args.teacher_model_name_or_path, f"{training_args.teacher_model_revision} of {model}")
+    student = tiny_model_folder(model_args).name
+    return _folder_for(training_args.teacher_model_name_or_path, f"{training_args.teacher_model_revision} of {student}")
 
 
 def tiny_dataset_folder(source: Source) -> Path:
@@ -271,8 +268,8 @@ def family_of(name: str) -> dict | None:
     return found
 
 
-def make_tiny_model(name: str, revision: str, folder: Path, with_tokenizer: Path | None = None, seed: int = 0) -> None:
-    """Writes the tiny model and its tokenizer, or that of the folder `with_tokenizer`, into `folder`."""
+def make_tiny_model(name: str, revision: str, folder: Path, student: Path | None = None) -> None:
+    """Writes the tiny model and its tokenizer into `folder`. A teacher gets that of its `student`, a folder."""
     import torch
     from transformers import AutoConfig, AutoTokenizer, set_seed
     from transformers.utils import logging
@@ -283,8 +280,8 @@ def make_tiny_model(name: str, revision: str, folder: Path, with_tokenizer: Path
     else:
         with hub_errors(TOKENIZER, name):
             config = AutoConfig.from_pretrained(name, revision=revision)
-    if with_tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(with_tokenizer)
+    if student:
+        tokenizer = AutoTokenizer.from_pretrained(student)
     elif known:
         tokenizer = make_tokenizer(known)
     else:
@@ -301,7 +298,7 @@ def make_tiny_model(name: str, revision: str, folder: Path, with_tokenizer: Path
     if processor:
         replaced |= dict.fromkeys(("image_token_id", "image_token_index"), processor.image_token_ids[0])
     logging.disable_progress_bar()
-    set_seed(seed)
+    set_seed(1 if student else 0)  # other weights than those of a student of the same architecture
     try:
         small = shrink(config, replaced)
         model = make_model(small, dtype=config.dtype or torch.float32)

@@ -1,5 +1,6 @@
 """RunTrainer: what a run overrides in the trainer that a recipe has made, of whatever class."""
 
+import contextlib
 import copy
 import functools
 import signal
@@ -73,11 +74,11 @@ class RunTrainer(TrainerWithHooks):
         """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
         loss = self.parts.loss
         options = {"return_outputs": True} if return_outputs else {}
-        if isinstance(self.args, DistillationConfig):
-            with self.accelerator.autocast():  # its trainer calls a part of the model, around which accelerate has put none
-                return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         if loss.is_right or not loss.is_measured:
-            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
+            # DistillationTrainer calls a part of the model, around which accelerate has put no autocast.
+            is_partial = isinstance(self.args, DistillationConfig)
+            with self.accelerator.autocast() if is_partial else contextlib.nullcontext():
+                return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         tokens = loss.tokens(inputs)  # before the loss takes the labels out
         scale = loss.scale(self, tokens, num_items_in_batch)
         if self.model.training and loss.is_undefined(tokens):

@@ -70,7 +70,6 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
             check_architecture(training_args, model_args, display_name)
         tiny.make_replacements(data, model_args)
         if teacher:
-            check_teacher(training_args, model_args, is_rehearsal=True)
             tiny.make_teacher(training_args, model_args)
         training_args, model_args = copy.copy(training_args), copy.copy(model_args)
         data = tiny.use_replacements(data, training_args, model_args)

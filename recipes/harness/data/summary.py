@@ -8,6 +8,7 @@ from harness.data.reading import files_of_splits
 from harness.data.sources import Source
 from harness.messages import plural, print_once
 
+SHOWN_REASONS = 12
 DUPLICATE = "equal to a row that is held out"
 
 
@@ -61,6 +62,8 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
         for reason, number in summary["skipped"].items():
             first = summary["first_skipped"].get(reason)
             reasons.append(f"{number:,} {reason} (the first is row {first:,})" if first else f"{number:,} {reason}")
+        if len(reasons) > SHOWN_REASONS:  # each image that cannot be read is one
+            reasons[SHOWN_REASONS:] = [f"and {len(reasons) - SHOWN_REASONS:,} other reasons, in data.json"]
         read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
         print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {', '.join(reasons)}.")
     if summary["held_out"]:

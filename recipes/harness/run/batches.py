@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Iterator
 
+from harness.data.images import ImageCollator
 from harness.data.streams import StreamPosition
 from harness.exchange import gather_values
 from harness.hub import HubLost, temporary_failure
@@ -54,7 +55,8 @@ class StepReader:
 
     def _read_ahead(self, iterator: Iterator, count: int, steps: int) -> queue.Queue:
         """Reads all steps in a thread, which does not keep the process from exiting."""
-        read_steps = queue.Queue(READ_AHEAD)
+        # A step of sixteen images of a megapixel has 400 MB.
+        read_steps = queue.Queue(1 if isinstance(self.trainer.data_collator, ImageCollator) else READ_AHEAD)
 
         def read() -> None:
             try:

@@ -189,7 +189,15 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
 def check_rows_are_tokens(recipe: StartedRecipe) -> None:
     """Raises UserError for an SFTTrainer that has tokenized its rows itself. It must with images, with each batch."""
     trainer = recipe.trainer
-    if not isinstance(trainer, SFTTrainer) or are_tokenized(trainer.args):
+    if not isinstance(trainer, SFTTrainer):
+        return
+    if are_tokenized(trainer.args):
+        of_trl = type(trainer.data_collator).__module__.startswith("trl.")  # it expects messages
+        if of_trl and "images" in (trainer.train_dataset.column_names or []):
+            raise UserError(
+                f"{Path(recipe.run.recipe).name}: rows with images need data_collator=image_collator(processor) in the trainer "
+                "(from harness import image_collator)"
+            )
         return
     if type(trainer) is not SFTTrainer and type(trainer).__module__.startswith("trl."):  # GOLDTrainer tokenizes in its own way
         return

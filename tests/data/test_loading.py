@@ -302,7 +302,7 @@ def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
 
 def test_unknown_format_of_a_recipe(error_of):
     message = error_of(data_settings, "rows.jsonl", ("text", "preferences"))
-    assert "dataset_formats" in message and "'preferences'" in message and message.endswith("instruction, preference")
+    assert "dataset_formats" in message and "'preferences'" in message and message.endswith("question_answer, preference")
 
 
 def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
@@ -312,7 +312,7 @@ def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
     assert f"{tmp_path}/bad.jsonl, line 2: JSON parse error" in error_of(check, tmp_path / "bad.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl" in error_of(check, tmp_path / "empty.jsonl")
-    assert "is one file" in error_of(check, write_rows(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
+    assert "is no folder" in error_of(check, write_rows(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
 
 
 def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):

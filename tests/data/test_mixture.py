@@ -164,15 +164,15 @@ def test_bad_mixtures(names, error_of, tmp_path):
     chat = write(
         tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}] * 3
     )
-    message = error_of(check_dataset, arguments_of([names[0], chat], [1, 1], ("text", "messages")).data)
+    message = error_of(check_dataset, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
     assert "datasets of one kind" in message and chat in message
     assert "would have none" in error_of(load, arguments_of(names, [1000, 1, 0.01]))
     missing = str(tmp_path / "missing.jsonl")
-    assert f"not found: {missing}" in error_of(check_dataset, arguments_of([names[0], missing], [1, 1]).data)
+    assert f"not found: {missing}" in error_of(check_dataset, arguments_of([names[0], missing], [1, 1]))
 
 
 def test_arguments_of_each_dataset(names):
-    data = arguments_of([*names[:2], "hub/rows"], [1, 1, 2], dataset_config=["default", "default", "small"]).data
+    data = arguments_of([*names[:2], "hub/rows"], [1, 1, 2], dataset_config=["default", "default", "small"])
     assert [source.config for source in data.sources] == [None, None, "small"]
     assert [source.weight for source in data.sources] == [0.25, 0.25, 0.5]
     assert data.display_name.endswith("+ 0.5 hub/rows small")
@@ -190,15 +190,15 @@ def test_rows_of_cycle():
 
 
 def test_shares_of_few_rows():
-    data = arguments_of(["a/a", "b/b"], [1, 1]).data
+    data = arguments_of(["a/a", "b/b"], [1, 1])
     assert mixture.share(data, [1, 100]) == [1, 1]
     names = ["a/a", "b/b", "c/c", "d/d"]
     for count in (4, 10, 11, 17):  # exactly as many as asked for
-        assert sum(mixture.share(arguments_of(names, [1, 1, 1, 1], max_samples=count).data, [50] * 4)) == count
-        assert sum(mixture.share(arguments_of(names[:3], [5, 3, 3], max_samples=count).data, [50] * 3)) == count
+        assert sum(mixture.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
+        assert sum(mixture.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
     sizes = [27, 500, 90, 33]
     for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
-        counts = mixture.share(arguments_of(names, weights).data, sizes)
+        counts = mixture.share(arguments_of(names, weights), sizes)
         assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
 
 
@@ -212,7 +212,7 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
     check_dataset(data)
     assert set(sources_of(load(data)[0])) == {"a", "q", "line"}
     assert "no dataset has a column answer" in error_of(
-        check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}).data
+        check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"})
     )
     assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
 

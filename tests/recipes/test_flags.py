@@ -24,6 +24,7 @@ VALUES = {
     "dataset_train_split": "other",
     "dataset_test_split": "other",
     "ignore_bias_buffers": "true",
+    "max_pixels": "250000",
     "max_tokens": "12345",
     "max_samples": "7",
     "global_batch_size": "48",
@@ -57,8 +58,8 @@ SWITCHES = {
     "use_bnb_nested_quant": IN_4BIT,
 }
 NAMES = ("dataset_name", "model_name_or_path")
-# The files are JSON, and it is one dataset.
-REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights")
+# The files are JSON without images, and it is one dataset.
+REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights", "max_pixels")
 # The plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other; texts are no conversations.
 OF_CONVERSATIONS = ("split_conversations", "chat_template_kwargs")
 REFUSED = {
@@ -86,7 +87,7 @@ def folders(tmp_path_factory):
         turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}] * 2
         rows = [
             {"text": f"{words} {row}", "messages": turns, "instruction": words, "output": f"{row}", "note": words}
-            | {"chosen": f"{row}", "rejected": "No."}
+            | {"chosen": f"{row}", "rejected": "No.", "question": words, "answer": f"{row}"}
             for row in range(30)
         ]
         (parent / name).mkdir(exist_ok=True)
@@ -154,7 +155,8 @@ def test_all_flags_are_listed():
 
 # Recipes with SFTTrainer, similar to llama31_70b_qlora, and the one with DPOTrainer.
 SIMILAR = ("qwen2_chat", "qwen2_fineweb_edu", "llama31_8b_lora", "qwen3_8b_qlora", "qwen3_dpo")
-OF_OTHER_MODELS = ("qwen3_30b_a3b_lora", "qwen35_4b_lora")  # as qwen3_8b_qlora, for models with such layers only
+# As qwen3_8b_qlora, for models with such layers, or that read images.
+OF_OTHER_MODELS = ("qwen3_30b_a3b_lora", "qwen35_4b_lora", "qwen35_4b_images")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def sources_of(script_args: ScriptArguments) -> list[Source]:
     sources = []
     for index, name in enumerate(names):
         config = configs[index] if configs and configs[index] != "default" else None
-        is_text = bool(script_args.text_rows) and reading.is_text(name)
+        is_text = bool(script_args.text_rows) and reading.is_text(name, config)
         source = Source(
             name,
             config,

@@ -332,10 +332,10 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     return {"train": unnamed} | splits if unnamed else splits, kind, ignored
 
 
-def is_text(name: str) -> bool:
+def is_text(name: str, config: str | None) -> bool:
     """Whether a dataset consists of text files on this machine. Raises UserError if it cannot be read."""
     check_exists(name)
-    return _has_files(name) and choose_files(name)[1] == "text"
+    return _has_files(name) and choose_files(name, config)[1] == "text"
 
 
 def _has_files(name: str) -> bool:

@@ -133,6 +133,8 @@ def check_flags_have_effect(
     for_4bit = sorted(given & {"bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"})
     if for_4bit and not model_args.load_in_4bit:
         raise UserError(f"--{for_4bit[0]} is for 4-bit weights: add --load_in_4bit --use_peft")
+    if "max_pixels" in given and "images" not in run.data.formats:
+        raise UserError("--max_pixels is for images, and this recipe reads none: leave it out")
     if script_args.ignore_bias_buffers:
         raise UserError("--ignore_bias_buffers is for TRL's own scripts: leave it out")
     if training_args.do_predict or ("do_train" in given and not training_args.do_train):

@@ -30,7 +30,7 @@ VALUES = {
     "global_batch_size": "48",
     "max_eval_samples": "3",
     "profile": "true",
-    "column_map": '{"text": "instruction", "instruction": "text", "note": "system"}',
+    "column_map": '{"text": "instruction", "instruction": "text", "note": "system", "question": "answer", "answer": "question"}',
     "chat_template_kwargs": '{"style": "short"}',
     "text_rows": "line",
     "dataset_weights": "0.5",
@@ -57,6 +57,7 @@ SWITCHES = {
     "load_in_4bit": ADAPTER,
     "use_bnb_nested_quant": IN_4BIT,
 }
+ARGUMENTS = ("max_steps", "gradient_accumulation_steps", "model_init_kwargs", "chat_template_kwargs")  # those that are compared
 NAMES = ("dataset_name", "model_name_or_path")
 # The files are JSON without images, and it is one dataset.
 REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights", "max_pixels")
@@ -68,7 +69,9 @@ REFUSED = {
     "qwen2_fineweb_edu": OF_CONVERSATIONS,
     "llama31_70b_qlora": ("load_in_8bit",),
     "qwen3_8b_qlora": ("load_in_8bit",),
+    "qwen3_distill": ("max_tokens",),
     "qwen3_dpo": ("split_conversations",),
+    "qwen3_grpo": ("max_tokens", "split_conversations"),
 }
 
 
@@ -104,7 +107,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
     loaded, numbers = [], itertools.count()
     load_model = transformers.AutoModelForCausalLM.from_pretrained
 
-    def trainer(**arguments):
+    def trainer(self, **arguments):
         raise TrainerCalled(arguments)
 
     def from_pretrained(*arguments, **kwargs):
@@ -113,9 +116,8 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
 
     # Of a function in this process, datasets would pickle all of pytest.
     monkeypatch.setattr(Hasher, "hash", lambda *value: uuid.uuid4().hex)
-    monkeypatch.setattr(trl, "SFTTrainer", trainer)
-    monkeypatch.setattr(trl, "DPOTrainer", trainer)
-    monkeypatch.setattr(transformers, "Trainer", trainer)
+    for kind in (transformers.Trainer, trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, trl.DistillationTrainer):
+        monkeypatch.setattr(kind, "__init__", trainer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
 
     def call(recipe, flags):
@@ -136,9 +138,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
             "adapter": str(arguments.get("peft_config") or getattr(model, "peft_config", None)),
             "quantized": str(arguments.get("quantization_config")),
             "loaded": str(loaded),
-            "args": {
-                name: getattr(args, name, None) for name in ("max_steps", "gradient_accumulation_steps", "model_init_kwargs")
-            },
+            "args": {name: getattr(args, name, None) for name in ARGUMENTS},
             "run": dataclasses.replace(runs.started().run, lock=None, given=frozenset(), settings={}, data=None),
             "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
             "eval": list(arguments["eval_dataset"]),
@@ -170,6 +170,8 @@ OF_OTHER_MODELS = ("qwen3_30b_a3b_lora", "qwen35_4b_lora", "qwen35_4b_images")
 def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):
     common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]
     common += ["--use_cpu", "--bf16", "false", "--max_steps", "5"]
+    if recipe.stem == "qwen3_distill":
+        common += ["--teacher_model_name_or_path", f"{folders}/other_model"]
     with_common = arguments_of_trainer(recipe, common)
     assert not isinstance(with_common, str), with_common
     results = {(): with_common}  # the flags that another one needs: the trainer's arguments

@@ -77,7 +77,11 @@ class Checkpoints(TrainerCallback):
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
         is_gone = state.best_global_step and not (self.output_dir / f"checkpoint-{state.best_global_step}").is_dir()
         if args.load_best_model_at_end and is_gone:
-            choose_best_again(self.output_dir, args, state)
+            print_once(
+                f"warning: the best evaluation was that of step {state.best_global_step}, whose checkpoint is gone: the best one "
+                "from here on takes its place"
+            )
+            state.best_metric = state.best_global_step = None
 
     def before_save(self, checkpoint: Path) -> None:
         """Deletes old checkpoints, and marks the new one as incomplete. Collective."""
@@ -134,24 +138,6 @@ class Checkpoints(TrainerCallback):
         config.save_pretrained(checkpoint)
         if self.trainer.processing_class:
             self.trainer.processing_class.save_pretrained(checkpoint)
-
-
-def choose_best_again(output_dir: Path, args: TrainingArguments, state: TrainerState) -> None:
-    """Makes the best of the evaluations that have a checkpoint the best one of a run whose best checkpoint is gone."""
-    gone = state.best_global_step
-    metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    measured = {}
-    for entry in state.log_history:
-        checkpoint = output_dir / f"checkpoint-{entry['step']}"
-        if metric in entry and (checkpoint / folder.COMPLETION_MARKER).is_file():
-            measured[entry["step"]] = entry[metric]
-    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-    if measured:
-        state.best_global_step = (max if args.greater_is_better else min)(measured, key=measured.get)
-        state.best_metric = measured[state.best_global_step]
-        state.best_model_checkpoint = str(output_dir / f"checkpoint-{state.best_global_step}")
-    instead = f"checkpoint-{state.best_global_step}" if measured else "the best evaluation from here on"
-    print_once(f"warning: the best evaluation was that of step {gone}, whose checkpoint is gone: {instead} takes its place")
 
 
 def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:

@@ -66,7 +66,7 @@ def count_gpus() -> int:
 def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     """Whether a run computes on CPU: with --use_cpu, or a rehearsal on a machine with too few GPUs.
 
-    `values`: of all arguments. Raises UserError if a run has too few GPUs; it names the number that could train the same steps.
+    `values`: of all arguments. Raises UserError if a run has too few GPUs.
     """
     if values.use_cpu:
         return True
@@ -75,19 +75,10 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
         return False
     if run.tiny:
         return True
-    rows, micro_batch = values.global_batch_size, values.per_device_train_batch_size
-    # Not in a hybrid config, which needs its replicas, nor on several nodes, whose steps depend on the others.
-    can_be_fewer = not run.config.is_hybrid and run.nodes == 1 and values.gradient_accumulation_steps == 1
-    enough = [count for count in range(1, found + 1) if can_be_fewer and rows and rows % max(1, micro_batch * count) == 0]
     hint = rehearsal_hint(run.recipe, run.config)
-    if enough:
-        count = enough[-1]
-        words = "them"
-        if count == 1:
-            words = "it"
-        elif count < found:
-            words = f"{count} of them"
-        hint = f"NPROC_PER_NODE={count} trains the same steps on {words}, and continues a run there, if memory suffices"
+    # Not in a hybrid config, which needs its replicas, nor on several nodes, which have equally many.
+    if found and run.nodes == 1 and not run.config.is_hybrid:
+        hint = f"NPROC_PER_NODE={found} uses {'it' if found == 1 else 'them'}, if memory suffices"
     raise UserError(f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'}. {hint}")
 
 

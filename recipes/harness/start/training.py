@@ -26,7 +26,6 @@ from harness.messages import UserError, is_first_process, print_once
 from harness.model.attention import print_attention
 from harness.model.gpu_features import find_gpu_features
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.hardware import is_on_local_disk
 from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
 from harness.rehearsal import tiny
 from harness.run import session
@@ -51,6 +50,7 @@ import torch
 from transformers import Trainer, TrainingArguments, set_seed
 
 SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes find out whether they share a folder
+SECONDS_TO_SEE_IT = 75  # NFS can show a new file 60 s later (its option acdirmax)
 
 
 def start_of_training() -> StartedRecipe:
@@ -217,12 +217,9 @@ def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures
 
 
 def check_folder_is_shared(output_dir: Path) -> None:
-    """Raises UserError unless all nodes see a file that the first process makes there, and removes. Collective.
-
-    Network file systems can show a new file late.
-    """
+    """Raises UserError unless all nodes see a file that the first process makes there, and removes. Collective."""
     file = Path(answer_of_first("shared folder", lambda: make_file(output_dir)))
-    deadline = time.monotonic() + (2 if is_on_local_disk(output_dir) else 90)
+    deadline = time.monotonic() + SECONDS_TO_SEE_IT
     while not (sees := file.exists()) and time.monotonic() < deadline:
         time.sleep(0.5)
         with contextlib.suppress(OSError):  # the folder is not there

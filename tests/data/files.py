@@ -242,7 +242,7 @@ FILES: dict[str, tuple] = {
         CHAT,
         {"a.jsonl": lines(lambda n: {"question": f"Q {n}", "answer": f"A {n}"})},
         "a.jsonl",
-        """--column_map '{"question": "prompt", "answer": "completion"}'""",
+        """--column_map '{"OLD": "NEW",""",
     ),
     "question and answer, renamed": (
         CHAT,

@@ -20,7 +20,7 @@ CONFIG = {"path": "c.yaml", "mixed_precision": "bf16", "activation_checkpointing
 
 @pytest.fixture
 def read(monkeypatch, tmp_path):
-    """Reads the arguments from these sources; returns all three argument objects as one dictionary."""
+    """Reads the arguments from these sources; returns all three argument objects as one dictionary, and "given"."""
 
     def call(flags=(), file=None, tiny=False, recipe=None, config=None, **variables) -> dict:
         monkeypatch.setattr(os, "environ", dict(os.environ) | variables)
@@ -33,7 +33,7 @@ def read(monkeypatch, tmp_path):
         run = Run("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
         values, given = read_values(run, SFTConfig, recipe)
         _, parsed = make_arguments(dataclasses.replace(run, given=given), values, SFTConfig, (), recipe)
-        return {name: value for part in reversed(parsed) for name, value in vars(part).items()}
+        return {name: value for part in reversed(parsed) for name, value in vars(part).items()} | {"given": given}
 
     return call
 
@@ -133,3 +133,9 @@ def test_given_arguments(read):
     found = read(flags, file={"seed": 3}, recipe={"learning_rate": 1e-5})
     assert found["given"] == {"max_steps", "bf16", "dataloader_pin_memory", "seed"}
     assert found["dataloader_pin_memory"] is False
+
+
+@pytest.mark.parametrize("flag", ["column_map", "chat_template_kwargs", "lr_scheduler_kwargs"])
+def test_message_about_json_names_the_flag(read, error_of, flag):
+    """Of this project's arguments, and of those that transformers reads."""
+    assert error_of(read, ["--learning_rate", "1", f"--{flag}", "{broken"]).startswith(f"--{flag}: {{broken is not JSON")

@@ -1,9 +1,7 @@
 """Checks of the datasets before a run: every split exists, and its rows can be read and converted."""
 
-import itertools
-
 from harness.data import reading
-from harness.data.conversion import COLUMNS, Conversion, PlacedRow, find_conversion
+from harness.data.conversion import Conversion, PlacedRow, find_conversion
 from harness.data.loading import (
     Rows,
     check_same_format,
@@ -35,7 +33,6 @@ def check_dataset(data: DataSettings) -> list[PlacedRow]:
         value = getattr(data, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} is {value}, expected 1 or more")
-    check_column_map(data)
     rows = []
     found = []
     unmapped = set(data.column_map or {})
@@ -77,16 +74,3 @@ def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_sm
         return conversion, first.converted
     examined = examine_all(rows, conversion, source, split)  # a run that does not stream reads the result from the cache
     return conversion, first.converted + one_of_every_kind(examined)
-
-
-def check_column_map(data: DataSettings) -> None:
-    """Raises UserError unless --column_map has names of columns as keys and values."""
-    mapping = data.column_map
-    if mapping is None:
-        return
-    if not isinstance(mapping, dict) or not all(isinstance(new, str) for new in mapping.values()):
-        raise UserError(f"--column_map is {mapping!r}, expected names of columns and their new names")
-    known = dict.fromkeys([*itertools.chain(*COLUMNS.values()), data.text_field])
-    for new in mapping.values():
-        if new not in known and data.formats:
-            raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")

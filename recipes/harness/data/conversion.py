@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.data import formats, images
 from harness.data.sources import DataSettings, Source
-from harness.data.turns import TOOLS, RefusedRow, is_nothing, without
+from harness.data.turns import RefusedRow, is_nothing, without
 from harness.messages import UserError
 
 import xxhash
@@ -24,31 +24,6 @@ ROWS_TO_CHECK = 20  # of each split, before a run
 ROWS_TO_SEARCH = 10_000  # after these, for the first usable one
 MAX_LETTERS = 150  # of a text, in a rehearsal
 MAX_TOOL_LETTERS = 20  # of each text in the definition of a tool
-# The columns that are read for a format, besides that of --dataset_text_field; and those that a row needs at least.
-OF_TEMPLATE = ("system", *TOOLS, formats.TEMPLATE_ARGUMENTS)
-COLUMNS = {
-    "text": (),
-    "messages": (
-        *("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "history"),
-        *OF_TEMPLATE,
-    ),
-    "images": (
-        *("messages", "conversations", "prompt", "completion", "images", "image"),
-        *OF_TEMPLATE,
-    ),
-    "prompt_completion": ("prompt", "completion", "chosen"),
-    "instruction": ("instruction", "input", "output"),
-    "question_answer": ("question", "answer"),
-    "preference": ("prompt", "chosen", "rejected", "messages", "conversations", "instruction", "input", "history", *OF_TEMPLATE),
-}
-NEEDED = {
-    "messages": ("prompt", "completion"),
-    "images": ("prompt", "completion"),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "question_answer": ("question", "answer"),
-    "preference": ("prompt", "chosen", "rejected"),
-}
 # Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns
 # are, and which columns of the format it has. The last three are "" for a skipped row.
 PLACE, REASON, DIGEST, KIND, HAS = FACTS = ("_place", "_reason", "_digest", "_kind", "_has")
@@ -286,33 +261,11 @@ def explain_no_format(data: DataSettings, source: Source, first: list[dict]) -> 
     """The error message for a dataset whose first rows have none of the formats of the recipe."""
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
     mismatch = formats.explain_mismatch(first, data.formats, data.text_field, data.column_map)
-    column_map = suggest_column_map(data, first)
-    hint = f", or the flag --column_map '{json.dumps(column_map, ensure_ascii=False)}'" if column_map else ""
-    return f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}{hint}"
-
-
-def suggest_column_map(data: DataSettings, rows: list[dict]) -> dict[str, str]:
-    """New names for columns of rows that have none of the formats; {} if there are too few columns, or they have the names.
-
-    A list can become `messages`. What the format needs can be the texts that most rows have, the longest ones, in their order.
-    """
-    texts: dict[str, list[str]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, list) and value and "messages" in data.formats:
-                return {} if name in COLUMNS["messages"] else {name: "messages"}
-            if isinstance(value, str) and value:
-                texts.setdefault(name, []).append(value)
-    for format in data.formats:
-        is_question = format == "messages" and "instruction" in texts
-        needed = NEEDED.get("instruction" if is_question else format, (data.text_field,))
-        missing = [name for name in needed if name not in texts]
-        free = [name for name in texts if name not in COLUMNS[format]]
-        free.sort(key=lambda name: (len(texts[name]), len("".join(texts[name]))), reverse=True)
-        chosen = [name for name in texts if name in free[: len(missing)]]
-        if missing and len(chosen) == len(missing):
-            return dict(zip(chosen, missing, strict=True))
-    return {}
+    names = '{"OLD": "NEW", "OLD": "NEW"}'
+    return (
+        f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}. If the columns have other names: "
+        f"--column_map '{names}'"
+    )
 
 
 def has_struct(kind: Any) -> bool:

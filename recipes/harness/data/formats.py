@@ -493,7 +493,7 @@ def explain_mismatch(
     for format in accepted:
         for row in rows:
             reasons[f"{format}: {examine(row, format, text_field, column_map)[1]}"] = None
-    columns = ", ".join(rename(rows[0], column_map))
+    columns = ", ".join(map(str, rename(rows[0], column_map)))
     roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
     return f"has the columns {columns}: its first rows cannot be used ({', '.join(reasons)}){roles}"
 

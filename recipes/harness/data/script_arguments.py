@@ -72,19 +72,10 @@ class ScriptArguments(trl.ScriptArguments):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) == 1:
                 setattr(self, name, value[0])
-        examples = {
-            "column_map": '{"question": "prompt", "answer": "completion"}',
-            "chat_template_kwargs": '{"enable_thinking": false}',
-        }
-        for name, example in examples.items():
+        for name in ("column_map", "chat_template_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str):
-                try:
-                    setattr(self, name, json.loads(value))
-                except json.JSONDecodeError as error:
-                    raise UserError(f"--{name}: {value} is not JSON, expected for example '{example}'") from error
-        if not isinstance(self.chat_template_kwargs, dict | None):
-            raise UserError(
-                f"--chat_template_kwargs is {self.chat_template_kwargs!r}, expected names and values, for example "
-                f"'{examples['chat_template_kwargs']}'"
-            )
+                value = json.loads(value)  # `make_objects` says of which flag the JSON is that cannot be read
+                setattr(self, name, value)
+            if not isinstance(value, dict | None):
+                raise UserError(f'--{name} is {value!r}, expected names and values, for example \'{{"question": "prompt"}}\'')

@@ -140,7 +140,8 @@ def make_objects(values: dict[str, Any], config_class: type) -> Arguments:
     except DistError as error:
         exit_with_causes(error)
     except json.JSONDecodeError as error:
-        raise UserError(f"{error.doc} is not JSON ({error.msg}), which the flag before it needs") from error
+        flags = [f"--{name}" for name, value in values.items() if value == error.doc]
+        raise UserError(f"{' '.join(flags)}: {error.doc} is not JSON ({error.msg})") from error
     except (ValueError, OSError) as error:
         reason = str(error).split("\n")[0]
         if "one of fp16 and bf16" in reason:

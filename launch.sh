@@ -388,8 +388,6 @@ case ${1:-} in
     call "harness.commands.${1#--}" "${@:2}"
     ;;
   -*)
-    instead=$(python3 -I "$here/recipes/harness/instead.py" "$1")
-    [[ -z $instead ]] || fail "$1: $instead"
     near=$(nearest 0.7 "$1" --tiny --plan --preview --prepare --merge --chat --verify --report --test --install --help)
     [[ -z $near ]] || fail "unknown option $1. Did you mean $near? ./launch.sh --help lists them"
     fail "unknown option $1: ./launch.sh --help lists them. Flags of a recipe come last: ./launch.sh RECIPE CONFIG $1 …"

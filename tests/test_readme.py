@@ -189,7 +189,7 @@ def test_recipes_and_configs_exist(page):
 def test_flags_and_files_exist(page):
     """Those that stand between backticks; a flag is one of a recipe, of a file of the project, or one that is answered."""
     known = (
-        {name.removeprefix("--") for name in (*instead.INSTEAD, *instead.COMMANDS_INSTEAD)}
+        {name.removeprefix("--") for name in instead.INSTEAD}
         | known_flags()
         | {flag[2:] for flag in re.findall(r"--[\w-]+", _sources())}
         | FLAGS_OF_OTHERS

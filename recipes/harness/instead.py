@@ -1,11 +1,6 @@
-"""Names of flags and commands that people may type and the project does not have, with what to use instead.
+"""Names of flags that people may type and the project does not have, with what to use instead."""
 
-launch.sh runs this file with a command that it does not know; it prints what to use instead, if there is something.
-"""
-
-import sys
-
-# Earlier names of flags, and their names today.
+# Names of flags in earlier versions of transformers and TRL, and their names today.
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
     "gradient_checkpointing": "activation_checkpointing",
@@ -14,7 +9,7 @@ RENAMED = {
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
 }
-# Flags of other programs and of earlier versions, and what does the same here.
+# Flags of other programs, and what does the same here.
 FLAGS_INSTEAD = {
     "dataset_name": ("data_path", "dataset", "datasets", "train_file"),
     "dataset_streaming": ("streaming",),
@@ -37,7 +32,6 @@ INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for n
     "early_stopping_patience": "give the trainer of the recipe a transformers.EarlyStoppingCallback",
     "max_restarts": "./launch.sh reads it, and torchrun has an option of its own",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
-    "mirror": "pass an --output_dir in a bucket that is mounted (SkyPilot's mode MOUNT_CACHED, see docs/several-machines.md)",
     "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",
     "nproc_per_node": "set the variable NPROC_PER_NODE",
     "num_gpus": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",
@@ -54,11 +48,3 @@ INSTEAD_IN_MERGE = dict.fromkeys(
     ("push_to_hub", "hub_model_id", "hub_private_repo"),
     "upload the merged folder: `.venv/bin/hf upload OWNER/NAME RUN/merged --private`",
 )
-# Commands of earlier versions.
-COMMANDS_INSTEAD = {
-    "convert": "run `.venv/bin/accelerate to-fsdp2 --config_file OLD.yaml --output_file NEW.yaml`; docs/memory-and-strategies.md "
-    "has a table of the terms of FSDP1 and DeepSpeed",
-}
-
-if __name__ == "__main__":
-    print(COMMANDS_INSTEAD.get(sys.argv[1].removeprefix("--"), ""), end="")

@@ -68,10 +68,10 @@ def keep_settings(existing: dict, identity: dict) -> list[str]:
 
 def before_and_now(changes: Changes, prefix: str = "") -> tuple[str, str]:
     """Names, after `prefix`, and values for a message."""
-    return tuple(", ".join(f"{prefix}{name} {in_words(pair[n])}" for name, pair in changes.items()) for n in (0, 1))
+    return tuple(", ".join(f"{prefix}{name} {setting_in_words(pair[n])}" for name, pair in changes.items()) for n in (0, 1))
 
 
-def in_words(value: Any) -> str:
+def setting_in_words(value: Any) -> str:
     """A setting as a flag has it."""
     if value is None:
         return "not set"

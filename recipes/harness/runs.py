@@ -1,8 +1,8 @@
 """`Run`: how a recipe was started, and what its processes can use. `StartedRecipe`: the recipe that runs in this process.
 
 `parse` makes the `Run` in steps: where the process was started it gets recipe, config and processes, once the flags are read the
-device and what they say, and at the end of `parse` what the GPUs support. Nothing changes it afterwards. What a run uses is in
-`trainer.args`.
+device and what they say, and at the end of `parse` what the GPUs support. Each step makes a copy with more, and none changes
+it after `parse`. What a run uses is in `trainer.args`.
 """
 
 import argparse

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import harness
 from harness.run.checkpoints import recover_checkpoints
+from harness.runs import started
 
 
 def find(trainer):
+    started().trainer = trainer  # as `train` does
     for view in json.loads(os.environ["VIEWS"]):
         os.chdir(Path(view, str(trainer.args.process_index)))
         Path("found.txt").write_text(str(recover_checkpoints(SimpleNamespace(output_dir="run"))))

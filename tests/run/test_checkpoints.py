@@ -255,20 +255,20 @@ def saved_model(request, tmp_path):
 
 def test_weights_of_another_model_are_refused(saved_model, error_of):
     checkpoint, make = saved_model
-    checkpoints.check_weights(checkpoint, make())
-    assert "another shape" in error_of(checkpoints.check_weights, checkpoint, make(hidden_size=16))
+    checkpoints.check_saved_weights(checkpoint, make())
+    assert "another shape" in error_of(checkpoints.check_saved_weights, checkpoint, make(hidden_size=16))
     frozen = make()
     next(weight for weight in frozen.parameters() if weight.requires_grad).requires_grad_(False)
-    message = error_of(checkpoints.check_weights, checkpoint, frozen)
+    message = error_of(checkpoints.check_saved_weights, checkpoint, frozen)
     assert re.search(r" trained (base_model\.model\.)?model\.", message), message
     content = marker.read_marker(checkpoint)
     (checkpoint / "writing").touch()
     marker.write_marker(checkpoint, {name: value for name, value in content.items() if name != "trained"})  # of an older version
-    checkpoints.check_weights(checkpoint, frozen)
-    assert "it lacks " in error_of(checkpoints.check_weights, checkpoint, make(num_hidden_layers=3))
+    checkpoints.check_saved_weights(checkpoint, frozen)
+    assert "it lacks " in error_of(checkpoints.check_saved_weights, checkpoint, make(num_hidden_layers=3))
     fewer = make()
     fewer.get_decoder().layers[0].self_attn.q_proj = torch.nn.Identity()
-    assert "the model has no " in error_of(checkpoints.check_weights, checkpoint, fewer)
+    assert "the model has no " in error_of(checkpoints.check_saved_weights, checkpoint, fewer)
 
 
 def test_names_that_save_pretrained_converts(tmp_path):
@@ -282,7 +282,7 @@ def test_names_that_save_pretrained_converts(tmp_path):
     saved.save_pretrained(tmp_path)
     marker.begin_writing(tmp_path)
     marker.write_marker(tmp_path, {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}})
-    checkpoints.check_weights(tmp_path, model)
+    checkpoints.check_saved_weights(tmp_path, model)
     assert checkpoints.load_converted(model, tmp_path)
     for name, weight in saved.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
@@ -396,7 +396,7 @@ def test_losses_after_damage_are_those_of_uninterrupted_run(copied_run, fork_lau
     process = fork_launch("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0 and "damaged: optimizer.pt was changed" in process.stdout, process.stderr
     assert read(run)["resumed_from_step"] == 4 and losses(run) == losses(uninterrupted)
-    assert (run / "damaged-checkpoint-6.2/optimizer.pt").is_file()
+    assert len(list(run.glob("damaged-checkpoint-6-*/optimizer.pt"))) == 1
     model = (run / "model.safetensors").read_bytes()
     assert model == (uninterrupted / "model.safetensors").read_bytes()
 

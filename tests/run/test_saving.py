@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.configs import AccelerateConfig
 from harness.run import marker
-from harness.run.checkpoints import check_weights
+from harness.run.checkpoints import check_saved_weights
 from harness.run.saving import load_original_config, save_model
 from harness.run.sharding import prepare_gradient_scaler, prepare_sharding
 
@@ -75,7 +75,7 @@ def test_model_of_another_library_writes_its_own_files(build_trainer):
     marker.begin_writing(run / "checkpoint-1")
     trainer.model.save_pretrained(run / "checkpoint-1")
     marker.write_marker(run / "checkpoint-1", {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}})
-    check_weights(run / "checkpoint-1", trainer.model)
+    check_saved_weights(run / "checkpoint-1", trainer.model)
 
 
 def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tmp_path):

@@ -1,4 +1,4 @@
-"""A flag of another program or an earlier version is answered with what does the same here."""
+"""A flag of another program is answered with what does the same here."""
 
 import re
 

@@ -13,7 +13,7 @@ from typing import Any
 from harness.commands import arguments
 from harness.folder import RESULTS, read_json
 from harness.messages import UserError, exit_on_user_error
-from harness.restarts import in_words
+from harness.restarts import setting_in_words
 from harness.run.metrics import metrics_of
 
 COLUMNS = {  # titles, and names in train_results.json
@@ -89,7 +89,7 @@ def differences_of(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         settings = {name: run.get(name) for name in DESCRIBED} | run.get("settings", {}) | run.get("versions", {})
         for name, value in settings.items():
             if value is not None and name not in ("output_dir", "run_name"):
-                cells.setdefault(name, [""] * len(runs))[number] = in_words(value)
+                cells.setdefault(name, [""] * len(runs))[number] = setting_in_words(value)
     return [(name, *of_runs) for name, of_runs in cells.items() if len(set(of_runs)) > 1]
 
 

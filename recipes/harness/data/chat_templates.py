@@ -384,7 +384,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
             missing = find_missing(tokenizer, row)
         except Exception as error:  # a template is a program: it can fail in any way
             raise UserError(
-                f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation {in_words(turns_of(row))}: "
+                f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation {show_turns(turns_of(row))}: "
                 "change the row, or pass another template with --chat_template_path"
             ) from error
         if missing:
@@ -423,7 +423,7 @@ def contents_for(tokenizer: PreTrainedTokenizerBase, turns: list[dict]) -> list[
     return turns if takes_texts else as_parts(turns)
 
 
-def in_words(turns: list[dict]) -> str:
+def show_turns(turns: list[dict]) -> str:
     roles = ", ".join(turn["role"] for turn in turns[:8])
     begin = " ".join(str(turns[0]["content"]).split())[:60]
     return f"of {roles} that begins with “{begin}”"

@@ -144,7 +144,7 @@ class Shape:
         if self.has_text_arguments:
             row = formats.with_text_arguments(row)
         if cuts_texts:
-            row = cut_row(row)
+            row = cut_texts_of_row(row)
         rows = formats.split_answers(row) if self.splits_answers else [row]
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
             raise UserError(self.drops_marks)
@@ -164,7 +164,7 @@ def shape_of(has: set[str], stored: Features, data: DataSettings) -> Shape:
     return Shape(features, splits_answers, data.has_text_arguments, data.drops_marks)
 
 
-def cut_row(row: dict) -> dict:
+def cut_texts_of_row(row: dict) -> dict:
     """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
     return {name: cut_texts(value, MAX_TOOL_LETTERS if name == "tools" else MAX_LETTERS) for name, value in row.items()}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.batches import IGNORED, is_packed
 from harness.data import images
-from harness.data.chat_templates import in_words, load_bare_tokenizer, options_of, training_template
+from harness.data.chat_templates import load_bare_tokenizer, options_of, show_turns, training_template
 from harness.data.streams import documents_per_batch
 from harness.messages import UserError, print_once
 from harness.runs import Run
@@ -150,7 +150,7 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
         raise UserError(f"the {split} rows have a mask and no labels: add a column labels, -100 for tokens that do not count")
     if "input_ids" in first:
         settings: dict[str, Any] = {"function": labels_of_tokens}
-    elif is_conversation(first):
+    elif has_turns(first):
         template = template_of_answers(tokenizer) if args.assistant_only_loss else None
         only_completions = "prompt" in first if args.completion_only_loss is None else args.completion_only_loss
         values = {"tokenizer": tokenizer, "template": template, "only_completions": only_completions}
@@ -190,7 +190,7 @@ def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return template
 
 
-def is_conversation(row: dict) -> bool:
+def has_turns(row: dict) -> bool:
     turns = row.get("messages") or row.get("prompt")
     return isinstance(turns, list)
 
@@ -214,14 +214,14 @@ def tokens_of_conversation(
             prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **settings)["input_ids"]
     except Exception as error:  # a template is a program: it can fail in any way
         raise UserError(
-            f"the chat template fails ({str(error)[:200]}) on the conversation {in_words(turns)}: change the row, or pass "
+            f"the chat template fails ({str(error)[:200]}) on the conversation {show_turns(turns)}: change the row, or pass "
             "another template with --chat_template_path"
         ) from error
     ids = rendered["input_ids"]
     counts = rendered["assistant_masks"] if template is not None else [1] * len(ids)
     if not any(counts):
         raise UserError(
-            f"--assistant_only_loss: no token counts in the loss of the conversation {in_words(turns)}: does it have an answer?"
+            f"--assistant_only_loss: no token counts in the loss of the conversation {show_turns(turns)}: does it have an answer?"
         )
     start = length_of_prompt(prompt, ids, tokenizer)
     labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
@@ -291,9 +291,9 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     if isinstance(tokens, IterableDataset):
         if run.trains:
             count_first_rows_without_loss(split, tokens, args, run)
-        return tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"])
+        return tokens.map(cut_tokens_of_row, **settings).filter(has_loss, input_columns=["labels"])
     settings |= {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
-    kept = tokens.map(cut_row, **settings).filter(
+    kept = tokens.map(cut_tokens_of_row, **settings).filter(
         has_loss, input_columns=["labels"], num_proc=args.dataset_num_proc, desc=DROPPING
     )
     print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", without_loss(args), run)
@@ -318,7 +318,7 @@ def has_length(ids: list[int], length: int) -> bool:
     return len(ids) <= length
 
 
-def cut_row(row: dict, length: int, keeps_start: bool) -> dict[str, list[int]]:
+def cut_tokens_of_row(row: dict, length: int, keeps_start: bool) -> dict[str, list[int]]:
     part = slice(None, length) if keeps_start else slice(-length, None)
     return {name: row[name][part] for name in TOKENS}
 
@@ -350,7 +350,7 @@ def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig, run
     keeps_start = args.truncation_mode == "keep_start" or is_packed(args)  # "bfd" always does
     without = 0
     for row in first:
-        without += not has_loss(cut_row(row, args.max_length, keeps_start)["labels"])
+        without += not has_loss(cut_tokens_of_row(row, args.max_length, keeps_start)["labels"])
     print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", without_loss(args), run)
 
 

@@ -4,6 +4,7 @@ import copy
 import platform
 import re
 import shutil
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -210,11 +211,10 @@ def recover_checkpoints(args: TrainingArguments) -> Path | None:
 
 def _rename_damaged(path: Path) -> Path:
     """Renames a checkpoint to a name that nothing deletes."""
-    for number in range(1, 1000):
-        renamed = path.with_name(f"damaged-{path.name}" + (f".{number}" if number > 1 else ""))
-        if not renamed.exists():
-            return Path(shutil.move(path, renamed))  # where folders cannot be renamed, as in a mounted bucket, it copies
-    raise UserError(f"--output_dir: there are too many copies of damaged-{path.name}: delete some")
+    renamed = path.with_name(f"damaged-{path.name}")
+    if renamed.exists():
+        renamed = path.with_name(f"{renamed.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path(shutil.move(path, renamed))  # where folders cannot be renamed, as in a mounted bucket, it copies
 
 
 def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: bool) -> None:
@@ -255,7 +255,7 @@ def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
             )
 
 
-def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
+def check_saved_weights(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raises UserError unless a checkpoint has all weights of the model, no others, in the same shapes, and trains the same ones.
 
     Reads names and shapes only. Call it before the model is sharded.
@@ -263,8 +263,8 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
     trained = names_of_trained(model)
     trained_before = read_marker(checkpoint).get("trained")
     if trained_before is not None and trained != trained_before:  # the states of the optimizer are in this order
-        before = in_words(trained_before, trained)
-        now = in_words(trained, trained_before)
+        before = first_and_others(trained_before, trained)
+        now = first_and_others(trained, trained_before)
         raise UserError(
             f"--output_dir: the run in {checkpoint} trained {before}, this one trains {now}, so the states of the optimizer do "
             "not fit. Train the same weights in the same order, or choose another --output_dir"
@@ -291,9 +291,9 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
         elif name not in not_saved and id(weight) not in present:
             missing.append(name)
     unexpected = [name for name in saved if name not in state and name not in others]
-    problems = [f"it lacks {in_words(missing)}"] if missing else []
-    problems += [f"the model has no {in_words(unexpected)}"] if unexpected else []
-    problems += [f"{in_words(reshaped)} had another shape"] if reshaped else []
+    problems = [f"it lacks {first_and_others(missing)}"] if missing else []
+    problems += [f"the model has no {first_and_others(unexpected)}"] if unexpected else []
+    problems += [f"{first_and_others(reshaped)} had another shape"] if reshaped else []
     if problems:
         raise UserError(
             f"--output_dir: the weights in {checkpoint} are not those of this model: {'; '.join(problems)}. Use the recipe, the "
@@ -306,7 +306,7 @@ def names_of_trained(model: torch.nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.requires_grad]
 
 
-def in_words(names: list[str], without: Collection[str] = ()) -> str:
+def first_and_others(names: list[str], without: Collection[str] = ()) -> str:
     """The first of the names that are not in `without`, and how many others there are."""
     first, *others = [name for name in names if name not in without] or ["none of the others"]
     return f"{first} and {plural(len(others), 'other')}" if others else first

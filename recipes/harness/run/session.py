@@ -1,7 +1,6 @@
 """Everything between a built trainer and a finished run."""
 
 import itertools
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
-from harness.run.checkpoints import check_adapter, check_weights, print_changed_rows, recover_checkpoints, restore_callbacks
+from harness.run.checkpoints import check_adapter, check_saved_weights, print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
@@ -288,7 +287,6 @@ def prepare_trainer(trainer: Trainer, loss: Loss) -> None:
         install_byte_check(trainer.model)
     repeat_stream(trainer)
     fill_last_step(trainer, with_empty_rows=loss.is_of_library)
-    hide_notice_of_names()
     replace_progress_bar(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
     trainer.accelerator.dataloader_config.non_blocking = True
@@ -300,16 +298,10 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
         check_sharded_files(checkpoint)
         model = trainer.accelerator.unwrap_model(trainer.model)
         check_adapter(checkpoint, model)
-        check_weights(checkpoint, model)
+        check_saved_weights(checkpoint, model)
         restore_callbacks(trainer, checkpoint)
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
     check_metric_is_computed(trainer)
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer)
-
-
-def hide_notice_of_names() -> None:
-    """Hides transformers' notice about names that a checkpoint lacks: those of tied weights. `check_weights` finds others."""
-    logger = logging.getLogger("transformers.trainer")
-    logger.addFilter(lambda record: "missing keys in the checkpoint" not in record.getMessage())

@@ -38,9 +38,10 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
     warnings.filterwarnings("ignore", message=".* returned a view tensor")  # as many models do, none of which changes it in place
     # `check_model_and_dataset` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
+    # Names that a checkpoint lacks are those of tied weights: `check_saved_weights` finds others.
     # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args")
-    for name in (*names, "transformers.trainer_utils"):
+    for name in (*names, "transformers.trainer_utils", "transformers.trainer"):
         logging.getLogger(name).addFilter(_is_useful)
     # Its table of the weights that a model's files lack, such as a new head, in one process.
     logging.getLogger("transformers.modeling_utils").addFilter(_is_shown_once)
@@ -49,6 +50,7 @@ def quiet_libraries() -> None:
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state")
+    hidden += ("missing keys in the checkpoint",)
     return not any(words in message for words in hidden)
 
 

@@ -64,7 +64,7 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         exit_for_known_failure(error)
         if recipe.run.is_sharded and "Cannot copy out of meta tensor" in str(error):
             raise UserError(f"{Path(path).name}: {explain_missing_weights('a second model')}") from error
-        if not has_trained(recipe.trainer, error):
+        if not was_trained(recipe.trainer, error):
             raise_if_rows_are_readable(recipe, error)
             raise_if_of_library(error, path)
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -88,7 +88,7 @@ def raise_if_rows_are_readable(recipe: StartedRecipe, error: Exception) -> None:
         raise UserError(f"{name}: {NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
 
 
-def has_trained(trainer: Any, error: Exception) -> bool:
+def was_trained(trainer: Any, error: Exception) -> bool:
     """Whether a run failed later than in a first step that the model refused."""
     if not isinstance(trainer, RunTrainer) or trainer.is_first_step:
         return False

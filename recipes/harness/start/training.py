@@ -94,7 +94,8 @@ class TrainedRecipe(StartedRecipe):
         self.run = dataclasses.replace(run, on_cpu=on_cpu)
 
     def prepare(self, arguments: Arguments) -> None:
-        report_failures_of(self)  # again: torch has put its own hook around it when it connected the processes
+        # Again, after `start_of_training`: torch has put its own hook around it when it connected the processes.
+        report_failures_of(self)
         self.run = prepare_run(self.run, arguments)
         if launched():
             atexit.register(report_missing_train, self)

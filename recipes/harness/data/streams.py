@@ -219,8 +219,8 @@ class StreamPosition(TrainerCallback):
         micro_batches = divided_by(parts)
         micro_batches.skipped_steps = step_of(self.checkpoint)
         print_once(
-            f"warning: {self.checkpoint} does not have the position in this stream, or not for this "
-            "--per_device_train_batch_size. The stream is read from its beginning, and "
+            f"warning: {self.checkpoint} does not have the position in this stream, or not for so few micro-batches per step "
+            "(--global_batch_size / --per_device_train_batch_size). The stream is read from its beginning, and "
             f"{micro_batches.skipped_steps * slots * args.train_batch_size:,} rows are skipped: not always those that were "
             "trained on. If an earlier version began this run, it may have trained on rows that are held out for evaluation now."
         )

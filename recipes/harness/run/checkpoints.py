@@ -235,11 +235,11 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
     new_rows = rows_per_step(now)
     if old_rows == new_rows:
         return
-    outcome = "the stream is read on where it stopped, so no row is trained on twice"
+    outcome = ""  # `StreamPosition` prints it if a stream cannot be read on where it stopped
     if not is_stream:  # transformers skips as many steps as were trained, of the size that they have now
         difference = folder.step_of(checkpoint) * (old_rows - new_rows)
-        outcome = f"{abs(difference):,} rows are {'trained on twice' if difference > 0 else 'never trained on'} in this epoch"
-    print_once(f"warning: the steps of {checkpoint} had {old_rows} rows, those of this run have {new_rows}: {outcome}")
+        outcome = f": {abs(difference):,} rows are {'trained on twice' if difference > 0 else 'never trained on'} in this epoch"
+    print_once(f"warning: the steps of {checkpoint} had {old_rows} rows, those of this run have {new_rows}{outcome}")
 
 
 def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:

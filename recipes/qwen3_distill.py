@@ -30,8 +30,9 @@ def as_prompt(row):
     return {"prompt": prompt_of(row)}
 
 
-def is_short(row):
-    return sum(len(turn["content"]) for turn in row["prompt"]) <= LONGEST_PROMPT
+def is_usable(row):
+    has_question = any(turn["role"] == "user" for turn in row["prompt"])
+    return has_question and sum(len(turn["content"]) for turn in row["prompt"]) <= LONGEST_PROMPT
 
 
 def main():
@@ -75,17 +76,19 @@ def main():
         "device_map": {"": training_args.device},  # each GPU has the whole teacher, also under FSDP
         "quantization_config": four_bits,
     }
-    training_args.teacher_model_init_kwargs = of_teacher | (training_args.teacher_model_init_kwargs or {})
+    given = training_args.teacher_model_init_kwargs
+    training_args.teacher_model_init_kwargs = of_teacher | (given or {})
     trainer = DistillationTrainer(
         model=model_args.model_name_or_path,
         teacher_model=training_args.teacher_model_name_or_path,
         args=training_args,
-        train_dataset=train_dataset.map(as_prompt, remove_columns=train_dataset.column_names).filter(is_short),
-        eval_dataset=eval_dataset.map(as_prompt, remove_columns=eval_dataset.column_names).filter(is_short),
+        train_dataset=train_dataset.map(as_prompt, remove_columns=train_dataset.column_names).filter(is_usable),
+        eval_dataset=eval_dataset.map(as_prompt, remove_columns=eval_dataset.column_names).filter(is_usable),
         processing_class=load_tokenizer(model_args, training_args),
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )
+    training_args.teacher_model_init_kwargs = given  # loggers write the arguments as JSON, which has no device
     train(trainer)
 
 

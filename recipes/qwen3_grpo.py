@@ -23,7 +23,7 @@ TASK = "Solve the problem step by step. The last number of your answer is the so
 
 
 def last_number(text):
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    numbers = re.findall(r"(?:(?<![\d)\]}])-)?\d[\d,]*(?:\.\d+)?", text)  # the minus of 12-7 is no sign
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -34,6 +34,10 @@ def is_right(completions, answer, **others):
         number = last_number(messages[0]["content"])
         rewards.append(float(number is not None and number == last_number(right)))
     return rewards
+
+
+def has_number(row):
+    return last_number(str(row["answer"])) is not None
 
 
 def as_prompt(row):
@@ -61,7 +65,7 @@ def main():
         lora_target_modules=["all-linear"],
         # trl.GRPOConfig: the training
         num_generations=8,  # answers to a question, which are compared with each other
-        max_completion_length=512,  # tokens of an answer; a longer one is cut off, so it gets no reward
+        max_completion_length=512,  # tokens of an answer; of one that is cut off, the last number counts
         beta=0.0,  # of the distance from the model before the training: 0 saves a forward pass
         max_steps=200,
         per_device_train_batch_size=16,
@@ -76,7 +80,7 @@ def main():
         eval_steps=0.25,  # below 1: a share of all steps
         save_steps=0.25,
     )
-    train_dataset, eval_dataset = load(script_args)
+    train_dataset, eval_dataset = load(script_args, keep=has_number)
     trainer = GRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=is_right,

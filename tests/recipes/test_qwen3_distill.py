@@ -6,10 +6,11 @@ import shutil
 from harness.compat.transformers import transformer_layers
 from harness.messages import UserError
 from harness.model.loading import check_teacher
+from harness.run.session import report_dropped_rows
 
 import pytest
 import torch
-from runs import begin_at, losses, read, tiny_model, train
+from runs import begin_at, losses, read, tiny_model, train, write_rows
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from trl import DistillationConfig, ModelConfig
@@ -100,6 +101,25 @@ def test_tiny_teacher_of_own_models(build_trainer, tmp_path, questions):
         student, teacher = (model.get_input_embeddings().weight for model in (trainer.model, trainer.teacher_model))
         assert student.shape == teacher.shape and not torch.equal(student, teacher)
         assert trainer.teacher_model.is_loaded_in_4bit
+
+
+def test_prompts_that_are_not_used(build_trainer, tmp_path, capsys):
+    """Without a question there is nothing to answer; of long ones, the memory has no limit. Loggers write the arguments."""
+    rows = []
+    for number in range(40):
+        turns = [{"role": "user", "content": f"Question {number}?"}, {"role": "assistant", "content": "An answer."}]
+        rows.append({"messages": turns * 2})
+    rows += [{"messages": row["messages"][1:]} for row in rows[:3]]  # begins with an answer
+    long_turns = [{"role": "user", "content": "long " * 29}] * 28  # a rehearsal cuts each text, not their number
+    rows.append({"messages": [*long_turns, {"role": "assistant", "content": "An answer."}]})
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    trainer = build_trainer(RECIPE, "--dataset_name", str(path), "--max_eval_samples", "1")
+    prompts = [*trainer.train_dataset["prompt"], *trainer.eval_dataset["prompt"]]
+    assert {turns[-1]["content"] for turns in prompts} <= {f"Question {number}?" for number in range(40)}
+    dropped = 44 - 1 - len(trainer.train_dataset)
+    report_dropped_rows(trainer)
+    assert dropped and f"{dropped} of 43 training rows are not used" in capsys.readouterr().out
+    assert "nf4" not in trainer.args.to_json_string()
 
 
 @pytest.mark.parametrize(

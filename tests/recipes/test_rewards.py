@@ -1,15 +1,19 @@
 """GRPO and RLOO: what a step generates and learns, resumed runs, the preview of rewards, and what is refused."""
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness.commands.rewards import score
 from harness.messages import UserError
+from harness.run.evaluation import Means
 from harness.run.metrics import format_metrics, own_metrics
 
 import pytest
 import torch
-from runs import begin_at, history, losses, read, train
+from datasets import Dataset
+from runs import begin_at, history, losses, read, train, write_rows
 from safetensors.torch import load_file
 
 OWN = Path(__file__).parent / "own"
@@ -104,15 +108,16 @@ def raises(completions, **others):
             lambda completions, **others: [1.0] * len(completions),
             "its own answer 1, the answer of another row 1, an empty answer 1",
         ),
-        (lambda completions, **others: [None] * len(completions), "do not tell right answers"),
     ],
-    ids=["the recipe's", "raises", "one value", "all alike", "none"],
+    ids=["the recipe's", "raises", "one value", "all alike"],
 )
 def test_preview_of_rewards(build_trainer, reward, message):
     """The recipe's own function, and functions with which nothing could be learned."""
     trainer = build_trainer("qwen3_grpo")
     if not reward:
-        rewards = {kind: {one["reward"] for one in score(trainer, Path(RECIPE)) if one["kind"] == kind} for kind in KINDS}
+        scored, why_not_compared = score(trainer, Path(RECIPE))
+        assert not why_not_compared
+        rewards = {kind: {one["reward"] for one in scored if one["kind"] == kind} for kind in KINDS}
         assert rewards == {"its own answer": {1}, "the answer of another row": {0}, "an empty answer": {0}}
         return
     trainer.reward_funcs = [reward]
@@ -123,14 +128,84 @@ def test_preview_of_rewards(build_trainer, reward, message):
 KINDS = ("its own answer", "the answer of another row", "an empty answer")
 
 
+def equals(completions, answer, **others):
+    return [float(messages[0]["content"] == right) for messages, right in zip(completions, answer, strict=True)]
+
+
+def needs_tags(completions, answer, **others):
+    return [float("<answer>" in messages[0]["content"]) for messages in completions]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "reason", "best"),
+    [
+        (["yes", "yes", "yes", "no", "yes", "no"], equals, "", "its own answer"),
+        (["yes"] * 6, equals, "same answer", ""),
+        (["yes", "no"] * 3, needs_tags, "none of these answers gets a reward", ""),
+        (["yes", "no"] * 3, torch.nn.Linear(1, 1), "no weights", ""),
+    ],
+)
+def test_preview_of_good_rewards(monkeypatch, answers, reward, reason, best):
+    """Which rewards of a few answers, or of a model without its weights, would show as wrong."""
+    rows = [{"prompt": "Is it so?", "answer": answer} for answer in answers]
+    trainer = SimpleNamespace(train_dataset=Dataset.from_list(rows), reward_funcs=[reward])
+
+    def rewards_of(trainer, rows, answers):
+        if isinstance(reward, torch.nn.Module):
+            return [0.5] * len(answers)
+        return reward([[{"content": text}] for text in answers], [row["answer"] for row in rows])
+
+    monkeypatch.setattr("harness.commands.rewards.rewards_of", rewards_of)
+    scored, why_not_compared = score(trainer, Path(RECIPE))
+    assert reason in why_not_compared and bool(reason) == bool(why_not_compared)
+    if best:
+        assert {one["kind"] for one in scored if one["reward"]} == {best}
+
+
+def test_best_model_is_that_with_the_highest_reward(build_trainer, sentences):
+    """The loss of each evaluation is 0."""
+    args = build_trainer(RECIPE, "--dataset_name", str(sentences), "--load_best_model_at_end", "true").args
+    assert args.metric_for_best_model == "reward" and args.greater_is_better
+
+
+def test_metrics_of_an_evaluation():
+    """Means over rows, without batches that have no reward, and the least and largest values of all batches."""
+    metrics = {"reward": [1.0, math.nan, 0.0], "completions/min_length": [5.0, 3.0, 4.0], "clip_ratio/high_max": [0.1, 0.3, 0.2]}
+    metrics |= {"rewards/min_words/mean": [1.0, 0.0, 0.0], "reward_std": [math.nan] * 3}
+    accelerator = SimpleNamespace(gather=lambda steps: steps, num_processes=1)
+    means = Means(SimpleNamespace(accelerator=accelerator, _metrics={"eval": metrics}), loader=None)
+    rows = torch.tensor([3.0, 4.0, 1.0])
+    means.steps = [torch.stack([torch.tensor(0.0), *[count] * 5]) for count in rows]
+    means.finish()
+    assert metrics["reward"] == [0.75] and metrics["rewards/min_words/mean"] == [3 / 8]
+    assert metrics["completions/min_length"] == [3] and metrics["clip_ratio/high_max"] == [pytest.approx(0.3)]
+    assert all(map(math.isnan, metrics["reward_std"]))
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("So 1,000.50.", 1000.5), ("#### 72", 72), ("\\boxed{-3}", -3), ("3 and 4", 4), ("none", None), ("$5.", 5)],
+    [
+        ("So 1,000.50.", 1000.5),
+        ("#### 72", 72),
+        ("\\boxed{-3}", -3),
+        ("3 and 4", 4),
+        ("none", None),
+        ("$5.", 5),
+        ("12-7", 7),
+        ("(12)-7", 7),
+        ("x = -7", -7),
+    ],
 )
 def test_last_number(text, number):
     import qwen3_grpo
 
     assert qwen3_grpo.last_number(text) == number
+
+
+def test_questions_without_a_number_are_left_out(build_trainer, tmp_path):
+    rows = [{"question": f"{number} + 1?", "answer": str(number + 1) if number else "one"} for number in range(20)]
+    trainer = build_trainer("qwen3_grpo", "--dataset_name", str(write_rows(tmp_path / "sums.jsonl", rows)))
+    assert {*trainer.train_dataset["answer"], *trainer.eval_dataset["answer"]} == {row["answer"] for row in rows[1:]}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +217,7 @@ def test_last_number(text, number):
         (["--use_transformers_continuous_batching", "true"], "small updates are lost"),
         (["--use_vllm", "true"], "--vllm_mode server"),
         (["--dataset_streaming", "true"], "--dataset_streaming false"),
+        (["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss"], "--metric_for_best_model"),
     ],
 )
 def test_refused(build_trainer, sentences, capsys, flags, message):

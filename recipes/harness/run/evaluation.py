@@ -155,12 +155,18 @@ class Means:
         metrics = logged_metrics(self.trainer).get("eval", {})
         for name, values in metrics.items():
             of_steps = getattr(sizes, OVER_TOKENS.get(name, "rows")).sum(0)
-            if name.startswith("min_"):
-                metrics[name] = [min(values)]
-            elif name.startswith("max_"):
-                metrics[name] = [max(values)]
-            elif len(values) == len(of_steps) and of_steps.sum():
-                metrics[name] = [float(of_steps @ torch.tensor(values, dtype=torch.double) / of_steps.sum())]
+            of_batches = torch.tensor(values, dtype=torch.double)
+            is_number = ~of_batches.isnan()  # it is NaN for a batch of which a function gives no reward, or without variance
+            if not is_number.any():
+                continue
+            words = name.rpartition("/")[2].split("_")  # such as completions/min_length and clip_ratio/low_min
+            if "min" in (words[0], words[-1]):
+                metrics[name] = [float(of_batches[is_number].min())]
+            elif "max" in (words[0], words[-1]):
+                metrics[name] = [float(of_batches[is_number].max())]
+            elif len(of_batches) == len(of_steps) and of_steps[is_number].sum():
+                counted = of_steps[is_number]
+                metrics[name] = [float(counted @ of_batches[is_number] / counted.sum())]
         return float(torch.where(sizes.weight > 0, losses * sizes.weight, 0).sum() / sizes.weight.sum())
 
 

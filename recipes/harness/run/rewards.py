@@ -92,7 +92,7 @@ class EqualRewards(TrainerCallback):
         self.has_warned = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        shares = logged_metrics(self.trainer)["train"]["frac_reward_zero_std"]  # of prompts with equal rewards
+        shares = logged_metrics(self.trainer)["train"].get("frac_reward_zero_std")  # of prompts with equal rewards
         if shares and shares[-1] == 1 and not self.has_warned:
             self.has_warned = True
             print_once(

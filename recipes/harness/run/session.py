@@ -53,7 +53,7 @@ from peft import PeftModel
 from transformers import PreTrainedConfig, ProcessorMixin, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
-from trl import DPOConfig, KTOConfig, RewardConfig
+from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
 
 
 @dataclass(frozen=True)
@@ -247,18 +247,19 @@ def check_images_of_all_rows(trainer: Trainer) -> None:
 def report_dropped_rows(trainer: Trainer) -> None:
     """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long.
 
-    Only TRL's trainers for pairs drop rows. For others a recipe tokenizes, and may make several rows of one, or one of several.
+    TRL's trainers for pairs do, and recipes with DistillationTrainer. For others a recipe tokenizes, and may make several rows of
+    one, or one of several.
     """
     loaded = folder.read_json(Path(trainer.args.output_dir, folder.DATA)).get("loaded_rows")
     args = trainer.args
-    drops_rows = isinstance(args, DPOConfig | KTOConfig | RewardConfig)
+    drops_rows = isinstance(args, DPOConfig | KTOConfig | RewardConfig | DistillationConfig)
     if not loaded or not drops_rows or not isinstance(trainer.train_dataset, Dataset):
         return
     missing = loaded - len(trainer.train_dataset)
     if missing > 0:
         limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
         reason = f"the recipe or the trainer has dropped them{limit}"
-        if missing == loaded:
+        if missing == loaded and limit:
             raise UserError(
                 f"--max_length: none of the {loaded:,} training rows can be used: {reason}: pass a larger --max_length"
             )

@@ -85,6 +85,11 @@ def check_generation(script_args: ScriptArguments, training_args: TrainingArgume
         )
     if not hasattr(training_args, "num_generations"):
         return
+    if (training_args.metric_for_best_model or "").endswith("loss"):
+        raise UserError(
+            "--metric_for_best_model: the loss of an evaluation on rewards is 0, or the distance from the model before the "
+            "training: pass --metric_for_best_model reward"
+        )
     rows, group = training_args.generation_batch_size, training_args.num_generations
     if rows % group:
         raise UserError(f"--num_generations {group}: {rows} answers at a time are no multiple: pass another --global_batch_size")

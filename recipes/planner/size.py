@@ -12,7 +12,7 @@ from harness.hub import check_model_exists
 from harness.rehearsal import tiny
 
 from huggingface_hub import hf_hub_download
-from transformers import TrainingArguments
+from transformers import AutoConfig, TrainingArguments
 from trl import ModelConfig
 
 PLANNED = "planned.json"  # next to the config.json: the names of the model and the datasets that a plan is about
@@ -37,8 +37,13 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     revision = model_args.model_revision
     check_model_exists(name, revision)
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
-    tiny.make_tokenizer(tiny.family_of(name) or ANY_FAMILY).save_pretrained(folder / "model")
+    family = tiny.family_of(name)
+    tokenizer = tiny.make_tokenizer(family or ANY_FAMILY)
+    tokenizer.save_pretrained(folder / "model")
     shutil.copy(config_file(name, revision), folder / "model/config.json")
+    config = AutoConfig.from_pretrained(folder / "model")
+    if tiny.has_vision_part(config) and (processor := tiny.make_processor(name, revision, family, tokenizer, config)):
+        processor.save_pretrained(folder / "model")
     datasets = [source.name for source in data.sources if source.name]
     planned = {"model": name, "datasets": datasets, "streaming": data.streaming}
     write_json(folder / "model" / PLANNED, planned)

@@ -232,7 +232,7 @@ def count_moves(ledger: Ledger) -> None:
 
 
 def load_models_from_config(fakes: Fakes) -> None:
-    """Makes `from_pretrained` build a model of fake weights, as large as what it would load, in host memory."""
+    """Makes `from_pretrained` build a model of fake weights, as large as what it would load, and where it would load it."""
 
     def build(
         load: Callable,
@@ -243,14 +243,19 @@ def load_models_from_config(fakes: Fakes) -> None:
         dtype: Any = None,
         attn_implementation: str | None = None,
         quantization_config: Any = None,
+        device_map: Any = None,
         **options: Any,
     ) -> Any:
+        if device_map is None:  # quantized weights are loaded onto the GPU, others are moved there later
+            place = "host" if quantization_config is None else "gpu"
+        else:  # a device that is not named by a text is the training's, see `count_moves`
+            place = "host" if device_map == {"": "cpu"} else "gpu"
         with fakes.mode:
             model = build_from_config(model_class, name, None, config, revision, dtype, attn_implementation)
             if quantization_config is not None:
                 quantize(model, quantization_config, fakes.ledger)
         for tensor in (*model.parameters(), *model.buffers()):
-            fakes.ledger.mark(tensor, "weights", "host")  # as loaded weights are, until they are moved to a GPU
+            fakes.ledger.mark(tensor, "weights", place)
         return model
 
     load_models_with(build)
@@ -541,6 +546,13 @@ def attention_as_on_cuda(
     "trl.kernels.chunked_logprob:_addmm_fp32",
     "trl.kernels.chunked_logprob:ChunkedLogProbFunction.forward",
     "trl.kernels.chunked_logprob:ChunkedLogProbFunction.backward",
+    "trl.kernels.chunked_divergence:_stats_kernel",
+    "trl.kernels.chunked_divergence:_jsd_kernel",
+    "trl.kernels.chunked_divergence:_backward_kernel",
+    "trl.kernels.chunked_divergence:_project(tile, hidden_chunk, weight, bias, start, end, dtype)",
+    "trl.kernels.chunked_divergence:ChunkedDivergenceFunction.forward",
+    "trl.kernels.chunked_divergence:ChunkedDivergenceFunction.backward",
+    "trl.trainer.distillation_trainer:_use_triton(device)",
     "trl.trainer.utils:_use_triton(device)",
 )
 def use_triton_loss(ledger: Ledger) -> None:
@@ -552,8 +564,8 @@ def use_triton_loss(ledger: Ledger) -> None:
     Checked with: trl 1.16.0.
     Remove when: never.
     """
-    from trl.kernels import chunked_logprob
-    from trl.trainer import utils
+    from trl.kernels import chunked_divergence, chunked_logprob
+    from trl.trainer import distillation_trainer, utils
 
     class Kernel:
         def __getitem__(self, grid: Any) -> Callable:
@@ -563,6 +575,12 @@ def use_triton_loss(ledger: Ledger) -> None:
         # On the CPU, TRL would make float32 copies of the factors.
         ledger.flops[str(a.dtype)] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
+    def count_projection(tile: torch.Tensor, hidden: torch.Tensor, *args: Any) -> None:
+        ledger.flops[str(hidden.dtype)] += 2 * tile.numel() * hidden.shape[1]
+
+    def use_triton(device: torch.device) -> bool:
+        return chunked_logprob._TRITON_AVAILABLE  # read at each call: `compute_loss_without_triton` sets it to False
+
     def within_loss(method: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             with ledger.within(holder="loss"):
@@ -570,15 +588,18 @@ def use_triton_loss(ledger: Ledger) -> None:
 
         return call
 
-    function = chunked_logprob.ChunkedLogProbFunction
     chunked_logprob._TRITON_AVAILABLE = True
-    # Read at each call: `compute_loss_without_triton` sets it to False.
-    chunked_logprob._use_triton = utils._use_triton = lambda device: chunked_logprob._TRITON_AVAILABLE
-    chunked_logprob._forward_kernel = chunked_logprob._backward_kernel = Kernel()
-    chunked_logprob._addmm_fp32 = count_product
-    chunked_logprob.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))
-    function.forward = staticmethod(within_loss(function.forward))
-    function.backward = staticmethod(within_loss(function.backward))
+    utils._use_triton = distillation_trainer._use_triton = use_triton
+    chunked_logprob._forward_kernel = chunked_divergence._stats_kernel = chunked_divergence._jsd_kernel = Kernel()
+    chunked_divergence._project = count_projection
+    for module in (chunked_logprob, chunked_divergence):
+        module._use_triton = use_triton
+        module._backward_kernel = Kernel()
+        module._addmm_fp32 = count_product
+        module.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))
+    for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
+        function.forward = staticmethod(within_loss(function.forward))
+        function.backward = staticmethod(within_loss(function.backward))
 
 
 def quantize(model: torch.nn.Module, settings: BitsAndBytesConfig, ledger: Ledger) -> None:

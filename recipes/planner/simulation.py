@@ -266,9 +266,7 @@ def simulate_training(
             ledger.mark(tensor, "weights", "gpu")
     for name, other in second_models(trainer):
         for tensor in (*other.parameters(), *other.buffers()):
-            # bitsandbytes loads 4-bit weights onto the GPU, unless FSDP shards them.
-            is_loaded_there = hasattr(tensor, "quant_type") and not config.is_fsdp
-            ledger.mark(local_tensor(tensor), name, "gpu" if is_loaded_there else None)
+            ledger.mark(local_tensor(tensor), name)
     if trainer.args.torch_compile:
         compile_layers(trainer.model, ledger)
     freeze_unused_parts(trainer)
@@ -418,9 +416,10 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     planned = read_json(folder / PLANNED)
     text = published.get("text_config", published)  # of a model that reads images too
     dtype = published.get("dtype") or published.get("torch_dtype") or text.get("dtype") or "float32"
-    # Every process reads a reference model, and with it the model, from their files: see `set_loading_options`.
+    # Every process reads a reference model or a teacher, and with it the model, from their files: see `set_loading_options`.
     has_reference = not is_adapter and (hasattr(args, "precompute_ref_log_probs") or hasattr(args, "sync_ref_model"))
-    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_reference
+    has_second = has_reference or hasattr(args, "teacher_model_name_or_path")
+    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_second
     shards = 1
     if trainer.is_fsdp_enabled:
         shards = config.shards if config.is_hybrid else plan.run.processes

@@ -17,7 +17,10 @@ CARD = cards.find_card("3090")
 
 @pytest.fixture(scope="module")
 def found(simulate, tmp_path_factory) -> list[Simulation]:
-    """GRPO of a model with eight of Qwen3-0.6B's layers: a few of them extended to all, all, sharded, and with a reference."""
+    """GRPO of a model with eight of Qwen3-0.6B's layers: a few of them extended to all, all, sharded, and with a reference.
+
+    And its distillation, sharded, from a teacher of the same size.
+    """
     folder = tmp_path_factory.mktemp("model")
     tiny_tokenizer("Qwen/Qwen3-4B-Instruct-2507").save_pretrained(folder)
     config = json.loads((ROOT / "tests/published/models/Qwen/Qwen3-0.6B/config.json").read_text())
@@ -30,6 +33,7 @@ def found(simulate, tmp_path_factory) -> list[Simulation]:
         (recipe, alone, flags, "cuda with all layers"),
         (recipe, sharded, flags, "cuda"),
         (recipe, alone, [*flags, "--beta", "0.1"], "cuda"),
+        (ROOT / "recipes/qwen3_distill.py", sharded, [*flags, "--teacher_model_name_or_path", folder], "cuda"),
     ]
     return [simulation_of(fields) for fields in simulate(runs)]
 
@@ -73,3 +77,15 @@ def test_reference_scores_texts(found):
     without, with_reference = (sum(simulation.step.flops.values()) for simulation in (found[0], found[3]))
     assert 1.2 * without < with_reference < 1.5 * without
     assert found[3].token == found[0].token
+
+
+def test_teacher_is_whole_on_each_gpu(found):
+    """In 4 bits, with a float32 scale for each 64 weights, where the recipe quantizes it; sharded is the model alone."""
+    simulation = found[4]
+    embedding = 151_936 * 1024
+    quantized = simulation.parameters - embedding
+    for moment in ("forward", "backward", "generate"):
+        held = simulation.peaks[moment].by_holder
+        assert held["teacher_model"] == pytest.approx(quantized * (1 / 2 + 4 / 64) + 2 * embedding, rel=1e-3), moment
+        assert held["weights"] == pytest.approx(simulation.expected["weights"], rel=1e-2) and simulation.shards == 4, moment
+    assert simulation.copies == 4, "each process reads the teacher, and with it the model, from their files"

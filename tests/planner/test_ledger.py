@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from transformers import BitsAndBytesConfig
-from trl.kernels import chunked_logprob
-from trl.trainer import utils
+from trl.kernels import chunked_divergence, chunked_logprob
+from trl.trainer import distillation_trainer, utils
 
 MEGA = 2**20
 
@@ -250,6 +250,12 @@ def test_loss_with_and_without_triton(monkeypatch, has_triton):
         monkeypatch.setattr(chunked_logprob, name, getattr(chunked_logprob, name))
     monkeypatch.setattr(chunked_logprob, "triton", None, raising=False)
     monkeypatch.setattr(utils, "_use_triton", utils._use_triton)
+    monkeypatch.setattr(distillation_trainer, "_use_triton", distillation_trainer._use_triton)
+    for name in ("_use_triton", "_stats_kernel", "_jsd_kernel", "_backward_kernel", "_addmm_fp32", "_project"):
+        monkeypatch.setattr(chunked_divergence, name, getattr(chunked_divergence, name))
+    monkeypatch.setattr(chunked_divergence, "triton", None, raising=False)
+    of_divergence = type("Function", (chunked_divergence.ChunkedDivergenceFunction,), {})
+    monkeypatch.setattr(chunked_divergence, "ChunkedDivergenceFunction", of_divergence)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", utils._CHUNKED_LOGPROB_CHUNK_SIZE)
     function = type("Function", (chunked_logprob.ChunkedLogProbFunction,), {})
     monkeypatch.setattr(chunked_logprob, "ChunkedLogProbFunction", function)

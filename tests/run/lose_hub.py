@@ -12,12 +12,14 @@ import runpy
 from pathlib import Path
 
 import harness
+from harness import runs
 from harness.messages import UserError
 from harness.run.agreement import make_cpu_group
 from harness.run.trainer import add_parts
 
 
 def read_two_steps(trainer):
+    runs.started().trainer = trainer
     rank, control = trainer.args.process_index, trainer.control
     parts = add_parts(trainer, make_cpu_group(trainer.args.ddp_timeout), None)
     loader = iter(trainer.get_train_dataloader())

@@ -13,6 +13,8 @@ FILES = {
         "trainer/base_config.py",
         "trainer/sft_config.py",
         "trainer/dpo_config.py",
+        "trainer/grpo_config.py",
+        "trainer/distillation_config.py",
         "trainer/model_config.py",
         "scripts/utils.py",
     ],

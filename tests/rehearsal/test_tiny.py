@@ -82,7 +82,7 @@ def test_tiny_qwen2(make_tiny):
 
 def test_end_tokens_of_base_and_chat_models():
     ends = [tiny.make_tokenizer(tiny.family_of(f"Qwen/Qwen2-0.5B{kind}")).eos_token for kind in ("", "-Instruct")]
-    assert ends == ["<|endoftext|>", "<|im_end|>"] and tiny.family_of("Qwen/Qwen3-0.6B") is None
+    assert ends == ["<|endoftext|>", "<|im_end|>"] and tiny.family_of("Qwen/Qwen3-0.6B-FP8") is None
 
 
 def test_folder_depends_on_the_code(monkeypatch, tmp_path):

@@ -192,6 +192,9 @@ class TrainerWithHooks:
         """Loads the weights of a checkpoint, if `Trainer` cannot, and returns whether it did."""
         return False
 
+    def see_inputs(self, inputs: Any) -> None:
+        """Called with a micro-batch on the device, with what the trainer has generated for it."""
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
         """transformers lets an exception of the data loader end one process, while the others wait for its number of tokens."""
         batches = self.read_batches(epoch_iterator, num_batches)
@@ -224,7 +227,9 @@ class TrainerWithHooks:
         another.
         """
         with self.accelerator.autocast(), self.autocast_smart_context_manager():
-            return super()._prepare_inputs(inputs)
+            prepared = super()._prepare_inputs(inputs)
+        self.see_inputs(prepared)
+        return prepared
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))

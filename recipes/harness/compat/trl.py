@@ -48,7 +48,7 @@ def keep_activation_checkpointing() -> None:
     def disable_gradient_checkpointing(model: Any, gradient_checkpointing_kwargs: dict | None = None) -> Iterator[None]:
         yield
 
-    replace_in_trainers(disable_gradient_checkpointing)
+    _replace_in_trainers(disable_gradient_checkpointing)
 
 
 @changes("trl.models.utils:unwrap_model_for_generation")
@@ -79,7 +79,7 @@ def generate_in_evaluation_mode() -> None:
                 del unwrapped.generate  # of this instance
             unwrapped.train(is_training)
 
-    replace_in_trainers(unwrap_model_for_generation)
+    _replace_in_trainers(unwrap_model_for_generation)
 
 
 @changes(
@@ -102,7 +102,7 @@ def rewards_of(trainer: Any, rows: list[dict], answers: list[str]) -> list[float
     return (of_functions * trainer.reward_weights).nansum(1).tolist()
 
 
-def replace_in_trainers(function: Callable) -> None:
+def _replace_in_trainers(function: Callable) -> None:
     """Replaces the function of this name in the modules of TRL's trainers that have been imported."""
     for module in [module for name, module in sys.modules.items() if name.startswith("trl.trainer.")]:
         if function.__name__ in vars(module):

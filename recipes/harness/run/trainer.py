@@ -109,11 +109,9 @@ class RunTrainer(TrainerWithHooks):
         self.means.add(sizes, loss)
         return loss, logits, labels
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        prepared = super()._prepare_inputs(inputs)
+    def see_inputs(self, inputs: Any) -> None:
         if self.means is not None and isinstance(self.args, DistillationConfig):
-            self.means.answer_tokens = prepared["completion_mask"].sum()
-        return prepared
+            self.means.answer_tokens = inputs["completion_mask"].sum()
 
     def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
         return self.parts.reader.read(iterator, count)

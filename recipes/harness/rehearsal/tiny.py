@@ -315,7 +315,7 @@ def make_tiny_model(name: str, revision: str, folder: Path, student: Path | None
 def make_processor(
     name: str, revision: str, known: dict | None, tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig
 ) -> Any | None:
-    """The processor of a model that reads images, for tiny ones; None if a package that it needs is missing.
+    """The processor of a model that reads images, for tiny ones; None if it reads none, or a package that it needs is missing.
 
     `known`: a family of tiny_model.yaml; else the processor is that of the model, with the small tokenizer.
     """
@@ -332,6 +332,8 @@ def make_processor(
             )
         else:
             processor = transformers.AutoProcessor.from_pretrained(name, revision=revision)
+            if not hasattr(processor, "image_processor"):  # a tokenizer: an encoder and a decoder for texts
+                return None
             values = {name: getattr(processor, name, None) for name in inspect.signature(type(processor)).parameters}
             values = {name: value for name, value in values.items() if value is not None}
             processor = type(processor)(**values | {"tokenizer": tokenizer})

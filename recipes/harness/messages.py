@@ -38,7 +38,8 @@ def exit_on_user_error() -> Iterator[None]:
         if is_first_process() or not (last_signal() or has_ended()):
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
-            message = printable(" ".join(str(error).split()))
+            text = str(error).rpartition(f"{UserError.__module__}.UserError: ")[2]  # one of a loader's worker has its traceback
+            message = printable(" ".join(text.split()))
             shown = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} …"
             print(f"error: {place}{shown}", file=sys.stderr, flush=True)
         record_end(2)

@@ -1,24 +1,28 @@
 """Rows with images: the forms they have, what is skipped and refused, their tokens and their batches."""
 
 import base64
+import copy
 import io
 from types import SimpleNamespace
 
 from harness.data.chat_templates import training_template
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
 from harness.data.loading import load
-from harness.data.tokenization import tokenize, tokens_of_images
+from harness.data.tokenization import load_processor, tokenize, tokens_of_images
+from harness.messages import exit_on_user_error
 from harness.rehearsal import tiny
 from harness.runs import Run
 
+import numpy
 import pytest
 import torch
 from datasets import Dataset, Features, Json, List
 from datasets import Image as ImageFeature
 from PIL import Image
 from runs import data_settings, tiny_tokenizer, write_rows
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, Qwen2VLImageProcessor
-from trl import SFTConfig
+from trl import ModelConfig, SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 pytest.importorskip("torchvision")
@@ -169,3 +173,58 @@ def test_photo_held_sideways_is_upright():
     exif[0x0112] = 6
     image = {"bytes": picture(80, 40, "JPEG", exif=exif), "path": None}
     assert size_of(image) == decode(image).size == (40, 80)
+
+
+@pytest.mark.parametrize("values", ["uint16", ">u2", "int32"])
+def test_grey_of_16_bits_keeps_its_shades(values):
+    """As of X-rays and depth. Pillow's own conversion to RGB cuts all above 255."""
+    greys = Image.fromarray(numpy.array([[0, 4096, 8192, 65535]], dtype=values))
+    made = io.BytesIO()
+    greys.save(made, "TIFF")
+    decoded = decode({"bytes": made.getvalue(), "path": None})
+    assert decoded.mode == "RGB" and numpy.asarray(decoded)[0].tolist() == [[0] * 3, [16] * 3, [32] * 3, [255] * 3]
+
+
+@pytest.mark.parametrize(("mode", "colour", "options"), [("RGBA", 0, {}), ("LA", 0, {}), ("P", 0, {"transparency": 0})])
+def test_transparent_is_white(mode, colour, options):
+    """The transparent pixels of most files are black."""
+    made = io.BytesIO()
+    Image.new(mode, (2, 2), colour).save(made, "PNG", **options)
+    assert decode({"bytes": made.getvalue(), "path": None}).getpixel((1, 1)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["template without images", "token in a text"])
+def test_other_number_of_tokens_than_images(processor, error_of, drops):
+    """Else the model would fail in the middle of a run."""
+    image = {"bytes": picture(), "path": None}
+    texts = "{% for message in messages %}{% generation %}{{ message.content[-1].text }}{% endgeneration %}{% endfor %}"
+    template = texts if drops else training_template(processor.tokenizer)
+    row = asked("<image>What is this?" if drops else "<image>What is <|image_pad|>?") | {"images": [image]}
+    message = error_of(tokens_of_images, row, processor, template)
+    assert f"{0 if drops else 2} times <|image_pad|> for 1 images" in message and "What is" in message
+
+
+def test_limit_without_effect_is_refused(processor, tmp_path, error_of):
+    """A size of 980 is a length, the smallest limit that can be passed an area."""
+    settings = SimpleNamespace(max_pixels=5000), ModelConfig(str(tmp_path)), SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    run = Run("recipe.py", given=frozenset(["max_pixels"]))
+    saved = copy.deepcopy(processor)
+    saved.save_pretrained(tmp_path)
+    assert load_processor(*settings, run).image_processor.size["longest_edge"] == 64 * 64
+    saved.image_processor.size = {"shortest_edge": 378, "longest_edge": 980}
+    saved.save_pretrained(tmp_path)
+    assert error_of(load_processor, *settings, run).startswith("--max_pixels: ")
+    assert load_processor(*settings, Run("recipe.py")).image_processor.size["longest_edge"] == 980
+
+
+def test_image_lost_during_a_run_is_one_message(processor, tmp_path, error_of):
+    """Also where the worker of a loader decodes it, whose errors torch returns with their traceback."""
+    row = {"input_ids": [1], "labels": [1], "images": [{"bytes": None, "path": str(tmp_path / "lost.png")}]}
+
+    def read() -> None:
+        with exit_on_user_error():
+            next(iter(DataLoader([row], num_workers=1, collate_fn=ImageCollator(processor))))
+
+    message = error_of(read)
+    assert message.startswith(f"error: --dataset_name: the image {tmp_path / 'lost.png'} can no longer be read")
+    assert "Traceback" not in message

@@ -258,3 +258,9 @@ def test_numbers_of_losses(error_of, config, values, flag):
         assert error_of(checks.check_loss, *arguments).startswith(f"--{flag}")
     else:
         checks.check_loss(*arguments)
+
+
+@pytest.mark.parametrize("pixels", [-1, 0, 980])
+def test_images_of_no_pixels_are_refused(error_of, pixels):
+    message = error_of(checks.check_numbers, Run("a.py"), SimpleNamespace(max_pixels=pixels), SimpleNamespace(max_steps=1))
+    assert message == f"--max_pixels is {pixels}, expected 4096 or more"

@@ -22,7 +22,7 @@ from harness.commands.converted import is_quantized, load_converted, load_tokeni
 from harness.commands.documents import documents_of
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
-from harness.data.images import ImageCollator, as_parts, with_image_tokens
+from harness.data.images import ImageCollator, as_parts, count_marks, with_image_tokens
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
@@ -193,7 +193,8 @@ def check_prompts(model: Path, held_out: HeldOut, load_tokenizer: Callable[[], A
                 tokens = render(tokenizer, asked, row.get("tools"), row.get("chat_template_kwargs") or {})
                 if row.get("images"):
                     labels = {"input_ids": tokens, "labels": tokens}
-                    tokens = with_image_tokens(labels, row["images"], load_saved_processor(model))["input_ids"]
+                    images = row["images"][: count_marks(turns[:number])]  # those of later turns are not in this prompt
+                    tokens = with_image_tokens(labels, images, load_saved_processor(model))["input_ids"]
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
     counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
     result = "ok" if all(equal) else "FAILED"

@@ -25,7 +25,7 @@ FEATURE = List({"bytes": Value("binary"), "path": Value("string")})
 PARTS = ("image", "image_url", "input_image")  # types of parts of a content
 KEYS_OF_PART = ("image", "path", "url", "image_url")  # under which a part itself has its image
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # of EXIF: how a camera was held
-AREA = 100_000  # a `size` above it counts pixels, one below it is a length
+AREA = 64 * 64  # a `size` of a processor below it is a length, others count pixels; no --max_pixels is smaller
 
 
 def mark_parts(value: Any, found: list) -> Any:
@@ -141,20 +141,33 @@ def size_of(image: dict) -> tuple[int, int]:
 
 
 def decode(image: dict) -> PIL.Image.Image:
-    """The pixels, upright and in three colours."""
+    """The pixels, upright, in three colours of 8 bits, and white where they are transparent."""
     try:
         with open_image(image) as opened:
-            return PIL.ImageOps.exif_transpose(opened).convert("RGB")
+            upright = PIL.ImageOps.exif_transpose(opened)
     except OSError as error:  # it could be read when the run began
-        raise UserError(f"--dataset_name: the image {image['path']} can no longer be read: {error}") from error
+        raise UserError(
+            f"--dataset_name: the image {image['path']} can no longer be read ({error}): restore the file, and start the same "
+            "command again, which resumes from the last checkpoint"
+        ) from error
+    if upright.mode.startswith("I"):  # grey with 16 bits, of which Pillow would cut what is above 255
+        grey = upright.convert("I").point(lambda value: value / 256).convert("L")
+        return PIL.Image.merge("RGB", [grey] * 3)
+    if upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        upright = PIL.Image.alpha_composite(PIL.Image.new("RGBA", upright.size, "white"), upright)
+    return upright.convert("RGB")
 
 
-def limit_pixels(processor: Any, pixels: int) -> None:
-    """Makes a processor shrink larger images to so many pixels, if it has such a limit; others have a fixed size."""
+def limit_pixels(processor: Any, pixels: int) -> bool:
+    """Makes a processor shrink larger images to so many pixels. Returns False if it has no such limit: a fixed size, or tiles."""
     size = processor.image_processor.size
-    if (size.get("longest_edge") or 0) > AREA:
-        limits = {"longest_edge": min(size["longest_edge"], pixels), "shortest_edge": min(size["shortest_edge"], pixels)}
-        processor.image_processor.size = limits
+    most = size.get("longest_edge")
+    least = size.get("shortest_edge")
+    if not most or not least or most < AREA:
+        return False
+    processor.image_processor.size = {"longest_edge": min(most, pixels), "shortest_edge": min(least, pixels)}
+    return True
 
 
 def as_parts(turns: list[dict]) -> list[dict]:
@@ -170,8 +183,18 @@ def as_parts(turns: list[dict]) -> list[dict]:
 
 
 def with_image_tokens(tokens: dict[str, list[int]], images: list[dict], processor: Any) -> dict[str, list[int]]:
-    """Tokens and labels of a row with all tokens of each image, where its chat template has written one. None of them counts."""
+    """Tokens and labels of a row with all tokens of each image, where its chat template has written one. None of them counts.
+
+    Raises UserError unless the template has written as many as there are images.
+    """
     mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    places = tokens["input_ids"].count(mark)
+    if places != len(images):
+        start = processor.tokenizer.decode(tokens["input_ids"][:100])
+        raise UserError(
+            f"the chat template writes {places} times {processor.image_token} for {len(images)} images in the conversation "
+            f"{start!r}: remove {processor.image_token} from its texts, or pass another template with --chat_template_path"
+        )
     left = iter(images)
     ids = []
     labels = []

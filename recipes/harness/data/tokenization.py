@@ -56,7 +56,7 @@ def load_tokenizer(model_args: ModelConfig, training_args: TrainingArguments) ->
     return tokenizer
 
 
-def load_processor(script_args: Any, model_args: ModelConfig, training_args: TrainingArguments) -> ProcessorMixin:
+def load_processor(script_args: Any, model_args: ModelConfig, training_args: TrainingArguments, run: Run) -> ProcessorMixin:
     """The processor of a model that reads images, with the tokenizer of `load_tokenizer`, for images of at most --max_pixels."""
     name = model_args.model_name_or_path
     tokenizer_template = getattr(training_args, "chat_template_path", None)
@@ -74,7 +74,8 @@ def load_processor(script_args: Any, model_args: ModelConfig, training_args: Tra
         tokenizer.chat_template = processor.chat_template
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template
-    images.limit_pixels(processor, script_args.max_pixels)
+    if not images.limit_pixels(processor, script_args.max_pixels) and "max_pixels" in run.given:
+        raise UserError(f"--max_pixels: {name} has its own size of images or of their tiles: leave it out")
     return processor
 
 

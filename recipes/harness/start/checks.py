@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
+from harness.data.images import AREA
 from harness.data.script_arguments import ScriptArguments
 from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.messages import UserError
@@ -30,7 +31,7 @@ NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
 def check_numbers(run: Run, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for a number with which a run would train nothing, or something else. NaN is refused too."""
     least = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"), 1)
-    least |= {"global_batch_size": 1, "max_tokens": 1, "learning_rate": sys.float_info.min}
+    least |= {"global_batch_size": 1, "max_tokens": 1, "max_pixels": AREA, "learning_rate": sys.float_info.min}
     if training_args.max_steps <= 0 or "num_train_epochs" in run.given:
         least["num_train_epochs"] = sys.float_info.min
     if training_args.max_steps < 1 and training_args.max_steps != -1:  # transformers would train for --num_train_epochs

@@ -23,7 +23,7 @@ from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
 from harness.commands.rewards import print_rewards, score
-from harness.data.images import shorten_images, size_of, tokens_of_size, with_one_token_each
+from harness.data.images import size_of, tokens_of_size, with_one_token_each
 from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
@@ -270,8 +270,7 @@ def print_rows(preview: Preview) -> None:
             print_once(f"image {image['path'] or 'of the dataset'}: {width:,} x {height:,} pixels, {tokens:,} tokens")
         painted = []
         for ids, labels in documents[:SHOWN_DOCUMENTS]:
-            if "images" in row:
-                ids, labels = with_one_token_each(ids, labels, preview.trainer.processing_class)
+            ids, labels = with_one_token_each(ids, labels, preview.trainer.processing_class)
             painted.append(paint(preview.tokenizer, ids, labels))
         print_once("\n---\n".join(painted))
     print_once("")
@@ -284,8 +283,8 @@ def print_document(preview: Preview, number: int) -> None:
         raise UserError(f"--full {number}: the preview has {plural(len(documents), 'document')}")
     ids, labels = documents[number - 1]
     print_once(f"\n--- document {number} of {len(documents)}, {len(ids):,} tokens")
-    text = shorten_images(paint(preview.tokenizer, ids, labels, is_complete=True), preview.trainer.processing_class)
-    print_once(f"{text}\n")
+    ids, labels = with_one_token_each(ids, labels, preview.trainer.processing_class)
+    print_once(f"{paint(preview.tokenizer, ids, labels, is_complete=True)}\n")
 
 
 def paint(tokenizer: Any, ids: list[int], labels: list[int], is_complete: bool = False) -> str:

@@ -8,7 +8,6 @@ worker of its loader, that trains on it.
 import base64
 import functools
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def find_file(image: dict, folder: str) -> str:
     if image["bytes"] is None and "://" in name:
         raise RefusedRow(f"the image {name} is an address, and a run downloads none: download it, and write the path of the file")
     if image["bytes"] is None:
-        image["path"] = absolute(name, folder)
+        image["path"] = str(Path(folder, Path(name).expanduser()))
         if not Path(image["path"]).is_file():
             return f"whose image {name} does not exist"
     try:
@@ -115,14 +114,12 @@ def find_file(image: dict, folder: str) -> str:
     return ""
 
 
-def absolute(path: str, folder: str) -> str:
-    return str(Path(folder, Path(path).expanduser()))
-
-
 def version_of(image: dict, folder: str) -> tuple[int, int] | None:
     """By which a changed file is found; None for bytes, and for a file that does not exist."""
-    path = None if image["bytes"] is not None else Path(absolute(image["path"], folder))
-    if path is None or not path.is_file():
+    if image["bytes"] is not None:
+        return None
+    path = Path(folder, Path(image["path"]).expanduser())
+    if not path.is_file():
         return None
     status = path.stat()
     return status.st_size, status.st_mtime_ns
@@ -257,17 +254,10 @@ class ImageCollator:
 
 
 def with_one_token_each(ids: list[int], labels: list[int], processor: Any) -> tuple[list[int], list[int]]:
-    """Tokens and labels with the first token only of each image, to be printed."""
+    """Tokens and labels with the first token only of each image, to be printed; for a tokenizer instead of a processor all."""
+    of_images = getattr(processor, "image_token_ids", [])
     kept = []
     for index, token in enumerate(ids):
-        if index == 0 or token not in processor.image_token_ids or token != ids[index - 1]:
+        if index == 0 or token not in of_images or token != ids[index - 1]:
             kept.append(index)
     return [ids[index] for index in kept], [labels[index] for index in kept]
-
-
-def shorten_images(text: str, processor: Any) -> str:
-    """A text in which the tokens of each image are one and their number; for a tokenizer instead of a processor as it is."""
-    token = getattr(processor, "image_token", None)
-    if token is None:
-        return text
-    return re.sub(f"({re.escape(token)})+", lambda found: f"{token} × {len(found[0]) // len(token):,}", text)

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 from harness.compat.transformers import generate_on
-from harness.data.images import ImageCollator, shorten_images
+from harness.data.images import ImageCollator, with_one_token_each
 from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run import rewards
@@ -77,8 +77,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         texts = []
         for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else ids.shape[1] :].tolist(), strict=True):
             tokens = tokens[1:] if has_encoder else tokens  # the first one starts the decoder
-            prompt = shorten_images(tokenizer.decode(prompt), trainer.processing_class)
-            texts.append(f"--- prompt\n{prompt}\n--- generated\n{_decode_answer(tokens, model, tokenizer)}\n")
+            prompt, _ = with_one_token_each(prompt, prompt, trainer.processing_class)
+            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{_decode_answer(tokens, model, tokenizer)}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
         with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:

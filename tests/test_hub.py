@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+from harness import configs
 from harness.data.reading import open_splits
 from harness.hub import HubLost, check_model_exists, commit_of, hub_errors, is_reachable
 from harness.messages import UserError
@@ -19,7 +20,7 @@ import pytest
 from conftest import ROOT
 from local_hub import serve
 from pyarrow import parquet
-from runs import losses, read, tiny_model, write_rows
+from runs import check_run, losses, read, tiny_model, write_rows
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import ModelConfig, SFTConfig
 
@@ -41,6 +42,7 @@ def hub(tmp_path, monkeypatch):
         }.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
+        huggingface_hub.close_session()  # its connections to the Hub of another test, which can have had this port
         yield server
 
 
@@ -97,6 +99,30 @@ def test_run_resumes_with_its_commit(session_hub, fork_launch, tmp_path):
         assert read(tmp_path / "run", "run.json")["commit"] == "1" * 40
         assert read(tmp_path / "run", "adapter_config.json")["revision"] == "1" * 40
     assert read(tmp_path / "run")["resumed_from_step"] == 1
+
+
+def test_run_resumes_with_the_commit_of_its_teacher(hub, tmp_path, monkeypatch):
+    for name in ("student", "teacher"):
+        tiny_model("Qwen/Qwen3-4B", hub.root / f"models/some/{name}")
+    turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": "An answer."}]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}] * 9)
+    flags = [
+        "--model_name_or_path",
+        "some/student",
+        "--teacher_model_name_or_path",
+        "some/teacher",
+        "--use_cpu",
+        "--bf16",
+        "false",
+    ]
+    flags += ["--dataset_name", str(rows), "--output_dir", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", ["qwen3_distill.py", *flags])
+    config = configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
+    for hub.commit in ("1" * 40, "2" * 40):
+        assert check_run(ROOT / "recipes/qwen3_distill.py", config, 1)
+        assert read(tmp_path / "run", "run.json")["teacher_commit"] == "1" * 40
+        (tmp_path / "run/checkpoint-1").mkdir(exist_ok=True)
+        (tmp_path / "run/checkpoint-1/complete.json").touch()
 
 
 def test_model_in_the_cache_needs_no_hub(hub):

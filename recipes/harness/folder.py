@@ -39,7 +39,7 @@ CHOICE_OF_ROWS = (
     "text_rows",
 )
 # The keys of run.json that may differ between two starts of a run, under the conditions of `check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "commit", "command", "settings")
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "commit", "teacher_commit", "command", "settings")
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
@@ -231,7 +231,7 @@ def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> boo
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
     """Whether two run.json are equal, but for their dates, the places of files that were moved, and what may change."""
-    keys = (existing.keys() | identity.keys()) - {"date", "commit", "command", "settings", "data_files"}
+    keys = (existing.keys() | identity.keys()) - {"date", "commit", "teacher_commit", "command", "settings", "data_files"}
     is_same = all(_means_the_same(existing.get(key), identity.get(key)) for key in keys)
     same_files = _names_and_sizes(existing) == _names_and_sizes(identity)
     return is_same and same_files and not must_be_equal(existing, identity)

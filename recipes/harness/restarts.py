@@ -15,6 +15,7 @@ MUST_BE_EQUAL = (
     *("optim", "optim_args", "optim_target_modules", "fp16"),
     # which tokens count in the loss, and how
     *("assistant_only_loss", "completion_only_loss", "loss_type", "label_smoothing_factor"),
+    *("teacher_model_name_or_path", "teacher_model_revision"),
 )
 # These schedulers save another state than all others, which compute the learning rate from the step alone.
 SCHEDULERS_WITH_STATE = ("reduce_lr_on_plateau", "greedy")

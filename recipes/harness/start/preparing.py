@@ -102,12 +102,14 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
             check_weights(teacher, training_args.teacher_model_revision or "main")
 
 
-def use_commit(arguments: Arguments, commit: str) -> None:
-    """Makes the arguments name a commit of the model: a branch can change while a run trains, or before it resumes."""
+def use_commit(arguments: Arguments, commit: str, of_teacher: str | None = None) -> None:
+    """Makes the arguments name a commit of the models: a branch can change while a run trains, or before it resumes."""
     _, training_args, model_args = arguments
     options = getattr(training_args, "model_init_kwargs", None) or {}
     if model_args.model_name_or_path and options.get("revision", model_args.model_revision) == model_args.model_revision:
         tiny.use_model(training_args, model_args, model_args.model_name_or_path, commit)
+    if of_teacher:
+        training_args.teacher_model_revision = of_teacher
 
 
 def replace_model_and_dataset(run: Run, arguments: Arguments) -> Run:

@@ -111,6 +111,7 @@ class Claim(NamedTuple):
 
     date: str  # of its first start
     commit: str  # of the model
+    teacher_commit: str | None  # None without a teacher, and in a rehearsal
 
 
 def prepare_run(run: Run, arguments: Arguments) -> Run:
@@ -123,7 +124,7 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     set_model_options(run, arguments)
 
     claim = Claim(*answer_of_first("run", lambda: claim_run(run, arguments)))
-    use_commit(arguments, claim.commit)
+    use_commit(arguments, claim.commit, claim.teacher_commit)
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # of the checks
     run = replace_model_and_dataset(run, arguments)
@@ -163,7 +164,7 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     folder.check_output_dir(output_dir, identity, is_default)
     before = folder.read_json(output_dir / folder.RUN)
     if folder.has_trained(output_dir) and before.get("commit"):
-        use_commit(arguments, before["commit"])
+        use_commit(arguments, before["commit"], before.get("teacher_commit"))
     check_model_and_dataset(run, arguments)
     if run.repository and not run.tiny:
         make_repository(run.repository)
@@ -173,10 +174,16 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     commit = model_args.model_revision
     if model_args.model_name_or_path and not run.tiny:
         commit = commit_of(model_args.model_name_or_path, commit)
+    teacher_commit = None
+    if (teacher := getattr(training_args, "teacher_model_name_or_path", None)) and not run.tiny:
+        teacher_commit = commit_of(teacher, training_args.teacher_model_revision or "main")
     date = (folder.date_of(before) or datetime.now()).isoformat(timespec="seconds")
-    folder.claim_output_dir(run.lock, identity | {"date": date, "commit": commit, "command": command_of(run)}, is_default)
+    of_start = {"date": date, "commit": commit, "command": command_of(run)}
+    if teacher_commit:
+        of_start["teacher_commit"] = teacher_commit
+    folder.claim_output_dir(run.lock, identity | of_start, is_default)
     print_differences(run, arguments)
-    return Claim(date, commit)
+    return Claim(date, commit, teacher_commit)
 
 
 def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] | None:

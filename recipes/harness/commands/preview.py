@@ -198,7 +198,7 @@ class Preview:
 
 def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
-    from harness.run import rewards
+    from harness.run import generation
     from harness.run.parameters import base_of, generates
 
     model = base_of(trainer.model)
@@ -207,7 +207,7 @@ def why_no_documents(trainer: Any) -> str:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
     if not generates(model) or model.config.is_encoder_decoder:
         return f"{type(model).__name__} is not a causal language model"
-    if rewards.generates(trainer):
+    if generation.writes_answers(trainer):
         return "the answers are generated"
     if not {"input_ids", "prompt_ids"} & row.keys():
         return "the rows have no column input_ids"
@@ -216,12 +216,12 @@ def why_no_documents(trainer: Any) -> str:
 
 def other_rows(preview: Preview, reason: str) -> dict[str, Any]:
     """The first rows as the trainer gets them, and the shapes of the first micro-batch. `reason`: see `why_no_documents`."""
-    from harness.run import rewards
+    from harness.run import generation
 
     rows = []
     for row in itertools.islice(preview.trainer.train_dataset, SHOWN_ROWS):
-        if rewards.generates(preview.trainer):
-            row = row | {"prompt_ids": rewards.tokens_of_prompt(preview.trainer, row["prompt"])}
+        if generation.writes_answers(preview.trainer):
+            row = row | {"prompt_ids": generation.tokens_of_prompt(preview.trainer, row["prompt"])}
         rows.append({name: value_as_text(name, value, preview.tokenizer) for name, value in row.items()})
     batch = next(iter(preview.trainer.get_train_dataloader()))
     shapes = {}

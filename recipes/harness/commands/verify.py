@@ -18,8 +18,8 @@ from typing import Any
 
 from harness.batches import IGNORED
 from harness.commands import arguments
-from harness.commands.converted import is_quantized, load_converted, load_tokenizer_of, read_gguf
 from harness.commands.documents import documents_of
+from harness.commands.gguf import is_quantized, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, as_parts, count_marks, with_image_tokens
@@ -70,7 +70,7 @@ def main(*words: str) -> int:
             if other.is_file():
                 file = read_gguf(other)
                 quantized, load_tokenizer = is_quantized(file), partial(load_tokenizer_of, file, run)
-                model = load_converted(other, config)
+                model = load_gguf(other, config)
             else:
                 model, load_tokenizer = load_model(other), partial(load_saved_tokenizer, other)
                 quantized = getattr(model.config, "quantization_config", None) is not None

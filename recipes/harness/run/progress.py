@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.exchange import gather_values
+from harness.run.generation import micro_batches_of_generation
 from harness.run.metrics import evaluation_losses, format_metrics, name_of_dataset, own_metrics
-from harness.run.rewards import micro_batches_of_generation
 
 import torch
 from tqdm.auto import tqdm

@@ -7,7 +7,7 @@ from harness.compat.transformers import generate_on
 from harness.data.images import ImageCollator, with_one_token_each
 from harness.folder import draft_of
 from harness.messages import print_once
-from harness.run import rewards
+from harness.run import generation
 from harness.run.failures import only_report
 from harness.run.parameters import base_of, config_of, generates
 
@@ -36,8 +36,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         dataset = itertools.chain.from_iterable(itertools.zip_longest(*dataset.values()))
     rows = list(itertools.islice(filter(None, dataset), COUNT))
     reason = why_no_text(trainer)
-    if not reason and rewards.generates(trainer):
-        rows = [{"prompt_ids": rewards.tokens_of_prompt(trainer, row["prompt"])} for row in rows]
+    if not reason and generation.writes_answers(trainer):
+        rows = [{"prompt_ids": generation.tokens_of_prompt(trainer, row["prompt"])} for row in rows]
     if not reason and not all("input_ids" in row or "prompt_ids" in row for row in rows):
         reason = "the rows have no column input_ids"
     if reason:

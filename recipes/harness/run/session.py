@@ -16,6 +16,7 @@ from harness.run.checkpoints import check_adapter, check_saved_weights, print_ch
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
+from harness.run.generation import EqualRewards, check_prompts, trains_on_rewards, writes_answers
 from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, adapt_trainer, find_loss
 from harness.run.parameters import (
@@ -31,7 +32,6 @@ from harness.run.progress import replace_progress_bar
 from harness.run.prompts import describe_rows
 from harness.run.publishing import publish
 from harness.run.results import print_summary, write_results
-from harness.run.rewards import EqualRewards, check_prompts, generates, trains_on_rewards
 from harness.run.samples import generate_samples
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
 from harness.run.sharded_files import check_sharded_files
@@ -107,7 +107,7 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
     group = make_cpu_group(trainer.args.ddp_timeout)
     checkpoint = recover_checkpoints(trainer.args)
     prepare_resume(trainer, checkpoint)
-    if run.seen and generates(trainer):
+    if run.seen and writes_answers(trainer):
         options = {"chat_template_kwargs": trainer.args.chat_template_kwargs}
         run.seen.prompt |= describe_rows(trainer.train_dataset) | options
     if run.seen and trainer.is_world_process_zero():
@@ -209,7 +209,7 @@ def check_trainer(trainer: Trainer) -> None:
     check_images_of_all_rows(trainer)
     if trainer.is_fsdp_enabled:
         check_can_be_sharded(trainer.model)
-    if generates(trainer):
+    if writes_answers(trainer):
         check_prompts(trainer)
     for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
         if name in ("model", "model_wrapped") or not isinstance(other, torch.nn.Module):

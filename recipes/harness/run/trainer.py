@@ -17,10 +17,10 @@ from harness.messages import UserError
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import Checkpoints, load_converted
 from harness.run.evaluation import Means, read_equally, without_router_loss
+from harness.run.generation import order_by_epoch, writes_answers
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
-from harness.run.rewards import generates, order_by_epoch
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
 
@@ -53,7 +53,7 @@ class RunTrainer(TrainerWithHooks):
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
-        if generates(self):
+        if writes_answers(self):
             order_by_epoch(loader)
         return keep_workers_after_sigterm(self.parts.position.divide(loader))
 

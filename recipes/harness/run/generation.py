@@ -15,7 +15,7 @@ def trains_on_rewards(trainer: Trainer) -> bool:
     return hasattr(trainer, "reward_funcs")
 
 
-def generates(trainer: Trainer) -> bool:
+def writes_answers(trainer: Trainer) -> bool:
     """Whether a trainer trains on answers that its own model writes: those on rewards, and DistillationTrainer."""
     return trains_on_rewards(trainer) or isinstance(trainer.args, DistillationConfig)
 

@@ -39,7 +39,7 @@ def load_tokenizer_of(reader: Any, run: Path) -> Any:
     return tokenizer
 
 
-def load_converted(file: Path, trained: Any) -> Any:
+def load_gguf(file: Path, trained: Any) -> Any:
     """The model in a GGUF file, its weights in the dtype of `trained`, on the GPUs of this machine or on its CPU.
 
     `trained`: the config of the model that was trained. The file's settings replace its settings, so that a wrong one changes the

@@ -90,7 +90,7 @@ def folders(tmp_path_factory):
         turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}] * 2
         rows = [
             {"text": f"{words} {row}", "messages": turns, "instruction": words, "output": f"{row}", "note": words}
-            | {"chosen": f"{row}", "rejected": "No.", "question": words, "answer": f"{row}"}
+            | {"chosen": f"{row}", "rejected": "No.", "question": f"{words} {row}", "answer": f"{row}"}
             for row in range(30)
         ]
         (parent / name).mkdir(exist_ok=True)

@@ -108,8 +108,9 @@ def raises(completions, **others):
             lambda completions, **others: [1.0] * len(completions),
             "its own answer 1, the answer of another row 1, an empty answer 1",
         ),
+        (lambda completions, **others: [0.0] * len(completions), "its own answer 0, the answer of another row 0"),
     ],
-    ids=["the recipe's", "raises", "one value", "all alike"],
+    ids=["the recipe's", "raises", "one value", "all alike", "none"],
 )
 def test_preview_of_rewards(build_trainer, reward, message):
     """The recipe's own function, and functions with which nothing could be learned."""
@@ -132,16 +133,11 @@ def equals(completions, answer, **others):
     return [float(messages[0]["content"] == right) for messages, right in zip(completions, answer, strict=True)]
 
 
-def needs_tags(completions, answer, **others):
-    return [float("<answer>" in messages[0]["content"]) for messages in completions]
-
-
 @pytest.mark.parametrize(
     ("answers", "reward", "reason", "best"),
     [
         (["yes", "yes", "yes", "no", "yes", "no"], equals, "", "its own answer"),
         (["yes"] * 6, equals, "same answer", ""),
-        (["yes", "no"] * 3, needs_tags, "none of these answers gets a reward", ""),
         (["yes", "no"] * 3, torch.nn.Linear(1, 1), "no weights", ""),
     ],
 )

@@ -45,13 +45,11 @@ def score(trainer: Any, recipe: Path) -> tuple[list[dict[str, Any]], str]:
         return [], f"the first {len(answers)} rows have the same {column}"
     if any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs):
         return [], "a preview loads no weights of the model that gives rewards"
-    if not any(one["reward"] for one in scored):
-        return scored, f"none of these answers gets a reward. This is right only if it needs more than the text of {column}"
     if means[OWN] <= max(means[OTHER], means[EMPTY]):
         described = ", ".join(f"{kind} {mean:.4g}" for kind, mean in means.items())
         raise UserError(
-            f"{recipe.name}: the rewards do not tell right answers, those of the column {column}, from wrong ones: on average "
-            f"{described}"
+            f"{recipe.name}: the rewards do not tell the answers of the column {column} from wrong ones: on average "
+            f"{described}. If a right answer needs more than this text, such as tags, the preview cannot show it"
         )
     return scored, ""
 

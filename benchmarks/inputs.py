@@ -30,6 +30,13 @@ _QWEN2 = {
     "num_attention_heads": 14,
     "vocab_size": 151_936,
 }
+_QWEN3_4B = {
+    "hidden_size": 2_560,
+    "intermediate_size": 9_728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "vocab_size": 151_936,
+}
 SHAPES = {
     "Qwen/Qwen2-0.5B": _QWEN2,
     "Qwen/Qwen2-0.5B-Instruct": _QWEN2,
@@ -40,13 +47,15 @@ SHAPES = {
         "num_attention_heads": 32,
         "vocab_size": 151_936,
     },
-    "Qwen/Qwen3-4B-Instruct-2507": {
-        "hidden_size": 2_560,
-        "intermediate_size": 9_728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
+    "Qwen/Qwen3-0.6B": {
+        "hidden_size": 1_024,
+        "intermediate_size": 3_072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
         "vocab_size": 151_936,
     },
+    "Qwen/Qwen3-4B": _QWEN3_4B,
+    "Qwen/Qwen3-4B-Instruct-2507": _QWEN3_4B,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": {
         "hidden_size": 2_048,
         "intermediate_size": 6_144,

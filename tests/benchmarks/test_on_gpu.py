@@ -21,6 +21,8 @@ from runs import tiny_tokenizer
 PARAMETERS = {  # from each model's page on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
     "Qwen/Qwen2-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-0.6B": 596_049_920,  # its page counts the embedding twice, which is also the head
+    "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
@@ -56,7 +58,7 @@ def test_card_of_a_device(device, card):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_model_has_its_real_shape(recipe):
 
-    (name,) = re.findall(r'model_name_or_path="(.*?)"', recipe.read_text())
+    (name,) = re.findall(r'^ *model_name_or_path="(.*?)"', recipe.read_text(), re.MULTILINE)
     tokenizer = tiny_tokenizer(name)
     assert inputs.meta_model(name, tokenizer).num_parameters() == PARAMETERS[name]
 

@@ -21,6 +21,8 @@ slow = pytest.mark.skipif(not ALL, reason="simulated with SIMULATE_ALL=1 only")
 PARAMETERS = {  # from the page of each model on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
     "Qwen/Qwen2-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3.5-4B": 4_539_265_536,

@@ -75,6 +75,7 @@ def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
                 run = dataclasses.replace(self.run, gpu=gpu, lock=folder.lock_of(Path(arguments[1].output_dir)))
                 training.set_model_options(run, arguments)
                 self.claim = training.claim_run(run, arguments)
+                run.lock.release()
             raise runs.RecipeStopped
 
     started = CheckedRecipe(runs.Run(str(recipe), config, processes, tiny=tiny, trains=True))

@@ -300,8 +300,8 @@ def test_suspended_process_ends_the_run(launched):
     [
         (-1, "fail()", 1),
         (1, "fail()", None),
-        (-1, "sys.exit(7)", 7),
-        (-1, "sys.exit()", 0),
+        (-1, "sys.exit(7)", 2),
+        (-1, "sys.exit()", 2),
         (-1, "os._exit(0)", 0),
     ],
 )

@@ -141,6 +141,7 @@ def test_keys_that_accelerate_launch_does_not_pass_on(monkeypatch, capsys, no_re
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(training, "allow_fsdp_on_cpu", lambda: None)  # for the rest of the process
     started = training.start_of_training()
     started.choose_device(values(use_cpu=True, bf16=True))
     run = started.run

@@ -27,7 +27,17 @@ def preview_tiny(fork_launch):
     return call
 
 
-@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
+WRITE_ANSWERS = ("qwen3_grpo", "qwen3_distill")  # their rows are prompts
+
+
+@pytest.mark.parametrize("recipe", WRITE_ANSWERS)
+def test_recipe_whose_model_writes_the_answers(preview_tiny, recipe):
+    process = preview_tiny(recipe)
+    assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
+    assert "prompt_ids: " in process.stdout and ("its own answer" in process.stdout) == (recipe == "qwen3_grpo")
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES if path.stem not in WRITE_ANSWERS])
 def test_every_recipe(preview_tiny, recipe):
     unpacked = ["--max_length", "2048"] if recipe == "qwen35_4b_lora" else []  # its rows are cut off there
     process = preview_tiny(recipe, *unpacked)

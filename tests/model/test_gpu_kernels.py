@@ -23,6 +23,7 @@ sys.modules[__name__] = Kernels()
 # None of these models keeps documents apart on a CPU; a model that cannot be computed gives None.
 PROGRAM = """
 import json, pathlib
+import harness  # makes transformers importable beside a torchvision for GPUs
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5  # a recipe may import a model before `parse`
 from harness.commands import saved

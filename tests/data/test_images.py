@@ -6,6 +6,7 @@ import io
 from types import SimpleNamespace
 
 from harness.data.chat_templates import training_template
+from harness.data.checking import check_dataset
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
 from harness.data.loading import load
 from harness.data.tokenization import load_processor, tokenize, tokens_of_images
@@ -108,6 +109,12 @@ def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
     assert "3 of 7 rows skipped" in printed and all(name in printed for name in names)
     (tmp_path / "missing.png").write_bytes(picture())  # what is mended is found, although the rows have not changed
     assert sum(map(len, load(data_settings(file, ("images",), max_eval_samples=1)))) == 5
+
+
+def test_images_of_which_none_is_there(tmp_path, error_of):
+    file = write_rows(tmp_path / "rows.jsonl", [asked([PART, TEXT]) | {"images": ["photos/cat.png"]}] * 3)
+    message = error_of(check_dataset, data_settings(file, ("images",)))
+    assert "photos/cat.png does not exist" in message and "column" not in message
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from harness.commands import arguments
 from harness.commands.saved import read_adapter_settings, read_prompt
 from harness.folder import (
     COMPLETION_MARKER,
+    HELD_OUT,
     PROMPT,
     RESULTS,
     SHARDED,
@@ -67,7 +68,9 @@ def main(*words: str) -> None:
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    print_once(f"{done} {target}. To compare it with what was trained: ./launch.sh --verify {parsed.run} {target}")
+    print_once(f"{done} {target}.")
+    if (parsed.run / HELD_OUT).is_file():
+        print_once(f"To compare it with what was trained: ./launch.sh --verify {parsed.run} {target}")
 
 
 def find_source(run: Path) -> Path:

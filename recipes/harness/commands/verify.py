@@ -98,7 +98,10 @@ def read_held_out(folder: Path) -> HeldOut:
             f"{results['eval_reward']:.4f}"
         )
     if not (folder / HELD_OUT).is_file():
-        raise UserError(f"{folder} has no {HELD_OUT}: a run writes it at its end, if it evaluates rows with tokens")
+        raise UserError(
+            f"{folder} has no {HELD_OUT}: a run writes it at its end, if it evaluates rows with answers. A model that learns "
+            "from a teacher, or from pairs, has none"
+        )
     held_out = HeldOut({}, [], results)
     with hub_errors("file", str(folder / HELD_OUT)):
         table = pyarrow.parquet.read_table(folder / HELD_OUT)

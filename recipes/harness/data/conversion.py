@@ -227,6 +227,13 @@ def find_conversion(
                 ignored = [column for column in columns if is_ignored(column, some, conversion)]
                 return conversion, FirstRows(columns, ignored, found)
         candidates = list(itertools.islice(rows, ROWS_TO_SEARCH)) if candidates is first else []
+    for place, row in first:
+        reason = row[REASON] if REASON in row else examine(place, row, conversion)[REASON]
+        if "image" in reason:
+            raise UserError(
+                f"--dataset_name: {source.display_name}: none of its first rows can be used; the first one is a row {reason}. "
+                "Paths of images are relative to the file of the row"
+            )
     raise UserError(explain_no_format(data, source, [row for _, row in first]))
 
 

@@ -25,7 +25,7 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
 PAIRS_OF_ANSWERS = "qwen3_dpo"  # the recipe that trains on these
 TEACHER = "qwen3_distill"  # the recipe whose loss is the distance from another model
 REWARDS = "qwen3_grpo"  # the recipe that trains on rewards, which a random model never gets
-UNPACKED = "qwen35_4b_lora"  # the recipe that trains on single rows
+UNPACKED = ("qwen35_4b_lora", "qwen35_4b_images")  # the recipes that train on single rows
 HYBRID = "2x4gpu_hybrid_shard"  # eight processes; tested as two replicas of two shards
 PAIRS = {(recipe, config): (processes, sharded) for recipe, config, processes, sharded in TABLE_PAIRS}
 
@@ -109,7 +109,13 @@ def test_pair_trains_and_saves_a_model(
             assert held_out_loss(model, trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)
     assert results["attention"] == trainer.model.config._attn_implementation
     if recipe in {name for name, _ in PAIRS} and not flags:
-        is_packed = recipe not in ("gpt2_xl_wikitext", PAIRS_OF_ANSWERS, TEACHER, UNPACKED)  # GPT-2 has attention dropout
+        is_packed = recipe not in (
+            "gpt2_xl_wikitext",
+            PAIRS_OF_ANSWERS,
+            TEACHER,
+            REWARDS,
+            *UNPACKED,
+        )  # GPT-2 has attention dropout
         assert results["attention"] == ("varlen" if is_packed else "sdpa")
     # Nothing that a later run, a merge or another program reads depends on it.
     assert not [file for file in run.rglob("*.json") if "varlen" in file.read_text() and file != run / "train_results.json"]

@@ -19,13 +19,8 @@ def generates(args: TrainingArguments) -> bool:
     return getattr(args, "max_completion_length", None) is not None
 
 
-def micro_batches_of_generation(args: TrainingArguments) -> int:
-    """Micro-batches that are trained on the texts which were generated together."""
-    return getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
-
-
 def count_scoring_passes(trainer: Trainer) -> int:
-    """Forward passes over the generated texts before the training: of the reference, and of RLOO's model that wrote them."""
+    """Forward passes that score generated texts before the training: of the reference model, and of the model itself in RLOO."""
     if not hasattr(trainer.args, "num_generations"):  # a teacher sees them during the training
         return 0
     return bool(trainer.args.beta) + isinstance(trainer, RLOOTrainer)

@@ -29,6 +29,7 @@ from harness.messages import UserError
 from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture
 from harness.model.packing import check_packing
+from harness.run.generation import micro_batches_of_generation
 from harness.run.losses import Loss, own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
@@ -49,7 +50,6 @@ from planner.generation import (
     extend_cache,
     generates,
     mark_cache,
-    micro_batches_of_generation,
 )
 from planner.ledger import Counts, Ledger, Peak, add_counts, counts_of_step, in_order
 from planner.processes import Process
@@ -534,7 +534,7 @@ class SimulatedStep(TrainerCallback):
         self.parts: list[Counts] = []  # of the micro-batches
         self.after = Counts({}, {}, 0)  # of clipping and the optimizer
         self.prompts = Counts({}, {}, 0)  # of a forward pass over the prompts of generated texts
-        self.scores = Counts({}, {}, 0)  # of forward passes over a micro-batch of them before the training
+        self.scores = Counts({}, {}, 0)  # of the forward passes that score a micro-batch of generated texts
         self.token = Counts({}, {}, 0)  # see `Simulation`
         self.trained_here = self.optimizer = 0  # see `Simulation`
         self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates

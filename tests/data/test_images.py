@@ -82,7 +82,7 @@ def test_forms_of_own_rows(tmp_path, row, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_images_of_parquet_files_stay_files(tmp_path, streaming):
-    """As on the Hub: several images in a turn, or none, with keys that are null; of these bytes none is written anew."""
+    """Several images in a turn, or none, with keys that are null, as on the Hub. The bytes of the images do not change."""
     images = [picture(40, 40), picture(32, 64)]
     content = [part | {"text": None} for part in (PART, PART)] + [TEXT]
     rows = [asked(content) | {"images": [{"bytes": image, "path": None} for image in images]}, asked([TEXT]) | {"images": []}]

@@ -94,10 +94,10 @@ def check_flags(parsed: Any, is_chat: bool, tokenizer: Any, start: list[dict], o
 
     `start`: the turns before the first question. `options`: what the template gets besides the turns.
     """
-    if not is_chat and (parsed.system or parsed.tools or parsed.image):
-        flag = "--system" if parsed.system else "--tools" if parsed.tools else "--image"
-        raise UserError(f"{flag}: {parsed.run} was not trained on conversations: leave out the flag")
     if not is_chat:
+        for flag in ("system", "tools", "image"):
+            if getattr(parsed, flag):
+                raise UserError(f"--{flag}: {parsed.run} was not trained on conversations: leave out the flag")
         return
     turns = [*start, {"role": "user", "content": "Why?"}]
     try:

@@ -50,6 +50,7 @@ from harness.runs import Run
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, ProcessorMixin, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -85,8 +86,9 @@ def run_training(trainer: Trainer, run: Run) -> None:
     """
     try:
         prepared = prepare_training(trainer, run)
+        for_failures = make_group_for_failures()  # not after the training, where it could fail
         output = train_steps(trainer, prepared)
-        finish_training(trainer, run, prepared, output)
+        finish_training(trainer, run, prepared, output, for_failures)
     except UserError:
         raise
     except Exception as error:
@@ -168,13 +170,14 @@ def train_steps(trainer: Trainer, prepared: Prepared) -> TrainOutput | None:
     return output
 
 
-def finish_training(trainer: Trainer, run: Run, prepared: Prepared, output: TrainOutput | None) -> None:
+def finish_training(
+    trainer: Trainer, run: Run, prepared: Prepared, output: TrainOutput | None, for_failures: ProcessGroup | None
+) -> None:
     """Saves the model; then evaluates it, and writes and prints the results: an error there makes no run fail."""
     output_dir = Path(trainer.args.output_dir)
     is_first = trainer.is_world_process_zero()
     print_best_checkpoint(trainer)
     save_model(trainer, prepared.original)
-    for_failures = make_group_for_failures()
     evaluation: dict[str, float] = {}
     with only_report_if_all("the last evaluation", for_failures):
         evaluation = evaluate(trainer)

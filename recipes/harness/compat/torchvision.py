@@ -2,15 +2,17 @@
 
 import functools
 import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import sys
+from types import ModuleType
 from typing import Any
 
 from harness.compat.guards import changes
 
 
 class BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Calls `define_operators` when torchvision is about to be imported. It finds no module itself."""
+    """Lets `define_operators` be called when torchvision is imported, and not yet when it is only looked for."""
 
     @classmethod
     def install(cls) -> None:
@@ -22,9 +24,17 @@ class BeforeTorchvision(importlib.abc.MetaPathFinder):
         if builds[0] == "cpu" != builds[1]:
             sys.meta_path.insert(0, cls())
 
-    def find_spec(self, name: str, *args: Any) -> None:
-        if name == "torchvision":
-            define_operators()
+    def find_spec(self, name: str, *args: Any) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name) if name == "torchvision" else None
+        if spec and spec.origin:
+            spec.loader = TorchvisionLoader(name, spec.origin)
+        return spec
+
+
+class TorchvisionLoader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        define_operators()
+        super().exec_module(module)
 
 
 @functools.cache  # once per process; the cache keeps the library, whose end would be that of the operators

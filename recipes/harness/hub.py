@@ -57,8 +57,11 @@ def use_cache_if_unreachable() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def check_model_exists(model: str, revision: str) -> None:
-    """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code."""
+def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_path") -> None:
+    """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code.
+
+    `flag`: which names the model.
+    """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from transformers import CONFIG_MAPPING
 
@@ -66,9 +69,9 @@ def check_model_exists(model: str, revision: str) -> None:
         check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")))
         file = str(Path(model, "config.json"))
         if not Path(file).is_file():
-            raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
+            raise UserError(f"{flag}: {model} has no config.json, so it is not a model folder")
     elif model.startswith(("/", ".", "~")):
-        raise UserError(f"--model_name_or_path: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
+        raise UserError(f"{flag}: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
     else:
         with hub_errors("model", model):
             file = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -80,7 +83,7 @@ def check_model_exists(model: str, revision: str) -> None:
                 file = hf_hub_download(model, "config.json", revision=revision)
     config = read_json(Path(file))
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
+        raise UserError(f"{flag}: {model}: {OWN_CODE}")
 
 
 def commit_of(model: str, revision: str) -> str:

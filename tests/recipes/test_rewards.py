@@ -102,7 +102,8 @@ def raises(completions, **others):
     ("reward", "message"),
     [
         (None, ""),
-        (raises, "ZeroDivisionError"),
+        (raises, r"test_rewards.py, line \d+: .* ZeroDivisionError"),
+        (lambda completions, **others: None, "test_rewards.py: .* one number per completion"),
         (lambda completions, **others: [1.0], "returned 1 rewards, but 4 were expected"),
         (
             lambda completions, **others: [1.0] * len(completions),
@@ -110,7 +111,7 @@ def raises(completions, **others):
         ),
         (lambda completions, **others: [0.0] * len(completions), "its own answer 0, the answer of another row 0"),
     ],
-    ids=["the recipe's", "raises", "one value", "all alike", "none"],
+    ids=["the recipe's", "raises", "no value", "one value", "all alike", "none"],
 )
 def test_preview_of_rewards(build_trainer, reward, message):
     """The recipe's own function, and functions with which nothing could be learned."""
@@ -123,7 +124,7 @@ def test_preview_of_rewards(build_trainer, reward, message):
         return
     trainer.reward_funcs = [reward]
     with pytest.raises(UserError, match=message):
-        score(trainer, Path(RECIPE))
+        score(trainer, Path(__file__))
 
 
 KINDS = ("its own answer", "the answer of another row", "an empty answer")

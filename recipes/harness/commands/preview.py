@@ -59,14 +59,14 @@ def main(*words: str) -> None:
                 print_rows(preview)
             numbers = other_rows(preview, reason) if reason else summarize(preview)
         if hasattr(preview.trainer, "reward_funcs"):
-            numbers["rewards"], why_not_compared = score(preview.trainer, parsed.recipe)
+            numbers["rewards"], numbers["rewards_not_compared"] = score(preview.trainer, parsed.recipe)
         names = {"recipe": parsed.recipe.stem, "dataset": preview.started.run.data.display_name, "data": preview.data}
     if parsed.json:
         print(json.dumps(names | numbers, indent=2))
     elif reason:
         print_other_rows(numbers)
         if "rewards" in numbers:
-            print_rewards(numbers["rewards"], why_not_compared)
+            print_rewards(numbers["rewards"], numbers["rewards_not_compared"])
     else:
         print_numbers(names | numbers)
     for problem in numbers.get("warnings", []):

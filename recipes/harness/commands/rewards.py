@@ -1,5 +1,6 @@
 """The rewards of the dataset's own answers, and of wrong ones, from GRPOTrainer's or RLOOTrainer's functions: for --preview."""
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,12 @@ def score(trainer: Any, recipe: Path) -> tuple[list[dict[str, Any]], str]:
         try:
             rewards = rewards_of(trainer, rows, chosen)
         except Exception as error:  # a reward function is code of the recipe: it can fail in any way
-            reason = f"{type(error).__name__}: {last_line(error)} (--debug shows the traceback)"
-            raise UserError(f"{recipe.name}: a reward function fails with {kind}: {reason}") from error
+            places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(recipe)]
+            where = f"{recipe.name}, line {places[-1]}" if places else recipe.name
+            raise UserError(
+                f"{where}: a reward function fails with {kind}: {type(error).__name__}: {last_line(error)} (--debug shows the "
+                "traceback). It returns a list of one number per completion"
+            ) from error
         means[kind] = sum(rewards) / len(rewards)
         for answer, reward in zip(chosen, rewards, strict=True):
             scored.append({"kind": kind, "answer": answer, "reward": reward})

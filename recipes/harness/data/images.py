@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.batches import IGNORED
 from harness.data.turns import CONTENT, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json
-from harness.messages import UserError
+from harness.messages import UserError, plural
 
 import PIL.Image
 import PIL.ImageOps
@@ -82,8 +82,8 @@ def place_images(turns: list[dict], count: int) -> list[dict]:
     first = next((index for index, turn in enumerate(turns) if turn["role"] == "user"), None)
     if marks or first is None:
         raise RefusedRow(
-            f"it has {count} images, and {marks} places for one in its messages (parts of the type image, or {IMAGE} in a text): "
-            "write one place for each image"
+            f"it has {plural(count, 'image')}, and {plural(marks, 'place')} for one in its messages (parts of the type image, "
+            f"or {IMAGE} in a text): write one place for each image"
         )
     turn = turns[first] | {"content": IMAGE * count + turns[first]["content"]}
     return [*turns[:first], turn, *turns[first + 1 :]]
@@ -189,8 +189,9 @@ def with_image_tokens(tokens: dict[str, list[int]], images: list[dict], processo
     if places != len(images):
         start = processor.tokenizer.decode(tokens["input_ids"][:100])
         raise UserError(
-            f"the chat template writes {places} times {processor.image_token} for {len(images)} images in the conversation "
-            f"{start!r}: remove {processor.image_token} from its texts, or pass another template with --chat_template_path"
+            f"the chat template writes {processor.image_token} {plural(places, 'time')} for {plural(len(images), 'image')} in "
+            f"the conversation {start!r}: remove {processor.image_token} from its texts, or pass another template with "
+            "--chat_template_path"
         )
     left = iter(images)
     ids = []

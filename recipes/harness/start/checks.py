@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from harness.batches import is_packed
 from harness.configs import AccelerateConfig
 from harness.data.images import AREA
 from harness.data.script_arguments import ScriptArguments
@@ -145,8 +146,9 @@ def check_flags_have_effect(
         raise UserError("--ignore_bias_buffers is for TRL's own scripts: leave it out")
     if training_args.do_predict or ("do_train" in given and not training_args.do_train):
         raise UserError("--do_train, --do_predict: a recipe trains and evaluates: leave them out")
-    is_packed = getattr(training_args, "packing", False)
-    if getattr(training_args, "padding_free", False) and not is_packed and training_args.max_length:
+    if is_packed(training_args) and run.data.formats == ("images",):
+        raise UserError("--packing: rows with images are not packed: pass --packing false")
+    if getattr(training_args, "padding_free", False) and not is_packed(training_args) and training_args.max_length:
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
     if getattr(training_args, "precompute_ref_log_probs", False) and model_args.use_peft and run.is_sharded:
         raise UserError(

@@ -16,15 +16,9 @@ from transformers import AutoConfig, TrainingArguments
 from trl import ModelConfig
 
 PLANNED = "planned.json"  # next to the config.json: the names of the model and the datasets that a plan is about
-# For a plan of a model whose family is not known: any tokenizer will do, and any chat template that names the roles.
-ANY_FAMILY = {
-    "special": ["<|endoftext|>"],
-    "tokenizer": {
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '\n' }}{% endfor %}",
-    },
-}
+# For a plan of a model whose family is not known, any tokenizer will do; without a chat template, any that names the roles.
+ANY_FAMILY = {"special": ["<|endoftext|>"], "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}}
+ANY_TEMPLATE = "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '\n' }}{% endfor %}"
 
 
 def use_planned_size(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> DataSettings:
@@ -39,6 +33,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
     family = tiny.family_of(name)
     tokenizer = tiny.make_tokenizer(family or ANY_FAMILY)
+    tokenizer.chat_template = tokenizer.chat_template or ANY_TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     shutil.copy(config_file(name, revision), folder / "model/config.json")
     config = AutoConfig.from_pretrained(folder / "model")

@@ -12,11 +12,11 @@
 #   ./launch.sh RECIPE --help                      what a recipe is and what it sets
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]    rehearses with a tiny model and dataset; needs no GPU
 #   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; needs no GPU and no weights
-#   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, and which tokens count in the loss
+#   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, which tokens count in the loss, rewards
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  merges an adapter into its base model, or a sharded checkpoint into one model
 #   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged or quantized
-#   ./launch.sh --chat RUN [--system TEXT]         chats with the model of a finished run; also a QLoRA adapter, without a merge
+#   ./launch.sh --chat RUN [--system TEXT] [--image FILE]  chats with the model of a finished run, merged or not
 #   ./launch.sh --report RUN…                      compares finished runs with each other
 #   ./launch.sh --COMMAND --help                   the arguments of a command
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does

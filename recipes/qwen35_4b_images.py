@@ -1,4 +1,4 @@
-"""LoRA of Qwen3.5-4B on conversations about images, on one GPU.
+"""LoRA of Qwen3.5-4B on conversations about images.
 
     ./launch.sh qwen35_4b_images 1x3090
     ./launch.sh qwen35_4b_images 4gpu_ddp
@@ -7,7 +7,7 @@
 
 Rows: `messages` with a part of the type image where an image is, and `images`, paths relative to the file. A row can have
 several images or none. If answers have reasoning: --chat_template_kwargs '{"enable_thinking": true}'.
-The default rows ask for the Iconclass codes of 8,774 works of art: a system that museums describe pictures with.
+The default rows ask for the Iconclass codes of works of art: a system that museums describe pictures with.
 Only the text part is trained; the part that reads images stays as it is.
 Needs one 24 GB GPU with bf16.
 """
@@ -24,7 +24,7 @@ def main():
         dataset_formats="images",
         global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
         max_eval_samples=64,
-        # Of an image; a token has 32 x 32 pixels. A photo of 12 megapixels would have 12,000 tokens, and is shrunk to 1,000.
+        # Of an image; a token has 32 x 32 pixels. A photo of 12 megapixels would have 12,000 tokens, and is shrunk to 970.
         max_pixels=1_000_000,
         # The template renders the last answer of a conversation differently. With one row per answer, every answer is the last.
         split_conversations=True,

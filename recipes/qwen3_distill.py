@@ -5,7 +5,7 @@
     ./launch.sh qwen3_distill 1x3090 --dataset_name my.jsonl
     ./launch.sh qwen3_distill 1x3090 --model_name_or_path my-org/my-4b --teacher_model_name_or_path my-org/my-8b
 
-Rows: conversations, of which only the turns before the first answer are used, without tools. In each step the student (Qwen3-4B)
+Rows: conversations with an answer, of which only the turns before it are used, without tools. In each step the student (Qwen3-4B)
 answers 16 of these prompts, and learns to give each token of its answers the probability that the teacher (Qwen3-8B) gives it.
 The loss, also in evaluations, is the distance between the two in nats per token: 0 if they are equal. Both need the same
 vocabulary. Under FSDP (4gpu_full_shard), each GPU would receive all weights of the student again for every token it writes.
@@ -16,7 +16,7 @@ from harness import load, load_tokenizer, parse, train
 from transformers import BitsAndBytesConfig
 from trl import DistillationConfig, DistillationTrainer, get_peft_config, get_quantization_config
 
-LONGEST_PROMPT = 4000  # letters; no argument of the trainer limits the memory for prompts
+LONGEST_PROMPT = 4000  # characters; no argument of the trainer limits the memory for prompts
 
 
 def prompt_of(row):

@@ -1,4 +1,4 @@
-"""The functions that a recipe calls: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`.
+"""The functions that a recipe calls: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`; with images also two others.
 
 Importing this package is cheap: torch and the other libraries are imported by the first call.
 """
@@ -28,7 +28,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         config_class: the class of the trainer's arguments, such as `trl.SFTConfig`, `transformers.TrainingArguments`, or a
             dataclass that inherits from one. Its fields are flags.
         dataset_formats: the formats to which `load` converts rows, the first choice first: "text", "messages",
-            "prompt_completion", "instruction", "question_answer", "preference". Empty: rows keep their columns.
+            "prompt_completion", "instruction", "question_answer", "preference", "images". Empty: rows keep their columns.
         **defaults: the values of the recipe, by the names of the fields of `config_class`, `trl.ModelConfig` and
             `ScriptArguments`. Flags override them.
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from harness.data.sources import DataSettings, Source
 from harness.folder import write_json
-from harness.hub import check_model_exists
+from harness.hub import TOKENIZER, check_model_exists, hub_errors
+from harness.messages import UserError
 from harness.rehearsal import tiny
 
 from huggingface_hub import hf_hub_download
-from transformers import AutoConfig, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 from trl import ModelConfig
 
 PLANNED = "planned.json"  # next to the config.json: the names of the model and the datasets that a plan is about
@@ -30,25 +31,35 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     name = model_args.model_name_or_path
     revision = model_args.model_revision
     check_model_exists(name, revision)
-    folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
+    made = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
+    folder = made / "model"
+    folder.mkdir()
     family = tiny.family_of(name)
-    tokenizer = tiny.make_tokenizer(family or ANY_FAMILY)
+    shutil.copy(config_file(name, revision), folder / "config.json")
+    config = AutoConfig.from_pretrained(folder)
+    reads_images = tiny.has_vision_part(config) and (not data.formats or "images" in data.formats)
+    if reads_images and not family:  # a processor needs the tokens of its own tokenizer
+        with hub_errors(TOKENIZER, name):
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    else:
+        tokenizer = tiny.make_tokenizer(family or ANY_FAMILY)
     tokenizer.chat_template = tokenizer.chat_template or ANY_TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    shutil.copy(config_file(name, revision), folder / "model/config.json")
-    config = AutoConfig.from_pretrained(folder / "model")
-    if tiny.has_vision_part(config) and (processor := tiny.make_processor(name, revision, family, tokenizer, config)):
-        processor.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder)
+    processor = tiny.make_processor(name, revision, family, tokenizer, config) if reads_images else None
+    if processor:
+        processor.save_pretrained(folder)
+    elif "images" in data.formats:
+        raise UserError(f"--model_name_or_path: {name} has no files of a processor that reads images, or its config no such part")
     datasets = [source.name for source in data.sources if source.name]
     planned = {"model": name, "datasets": datasets, "streaming": data.streaming}
-    write_json(folder / "model" / PLANNED, planned)
-    tiny.use_model(training_args, model_args, folder / "model")
+    write_json(folder / PLANNED, planned)
+    tiny.use_model(training_args, model_args, folder)
 
     def use_small(source: Source) -> Source:
-        made = folder / "data" / re.sub(r"\W+", "-", source.display_name)
+        rows = made / "data" / re.sub(r"\W+", "-", source.display_name)
         if source.name in tiny.DATASETS:
-            tiny.make_dataset(source, made)
-        return tiny.with_tiny_dataset(source, made)
+            tiny.make_dataset(source, rows)
+        return tiny.with_tiny_dataset(source, rows)
 
     small = data.hold_out_at_least(data.max_eval_samples).change_each(use_small)
     return dataclasses.replace(small, max_eval_samples=min(data.max_eval_samples, 16))

@@ -103,6 +103,20 @@ def test_named_templates_of_a_merged_model(tmp_path):
         assert AutoTokenizer.from_pretrained(merged).chat_template == expected
 
 
+def test_processor_of_a_merged_model_is_that_of_the_run(tmp_path):
+    """With the limit of its images. The base model can have it in files of an older version."""
+    for folder in ("base", "run", "merged"):
+        (tmp_path / folder).mkdir()
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "config.json"):
+        (tmp_path / "base" / name).write_text("base")
+    merge.copy_other_files(tmp_path / "base", tmp_path / "text run", tmp_path / "run")
+    assert (tmp_path / "run/preprocessor_config.json").read_text() == "base"
+    (tmp_path / "run/processor_config.json").write_text("run")
+    merge.copy_other_files(tmp_path / "base", tmp_path / "run", tmp_path / "merged")
+    found = {path.name: path.read_text() for path in (tmp_path / "merged").iterdir()}
+    assert found == {"processor_config.json": "run", "config.json": "base"}
+
+
 def test_folders_of_a_merged_model_can_be_read(tmp_path, monkeypatch):
     def write(source, target, uses_original):
         (target / "additional_chat_templates").mkdir()

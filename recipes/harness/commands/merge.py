@@ -244,14 +244,17 @@ def check_can_be_merged(settings: Any, folder: Path) -> None:
 
 
 def copy_other_files(base: Path, run: Path, target: Path) -> None:
-    """Copies configs and tokenizer of the base model that are not in `target`, and the run's tokenizer over them."""
+    """Copies what else a model needs: the run's tokenizer and processor, the base model's other files that `target` lacks."""
     from transformers.utils import CHAT_TEMPLATE_DIR  # has the named templates other than the default
 
+    processor = run / "processor_config.json"
     for file in base.iterdir():
         is_wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
+        if processor.is_file() and file.name.endswith("processor_config.json"):  # or preprocessor_config.json
+            is_wanted = False
         if is_wanted and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
-    for file in (*run.glob("*token*"), run / "chat_template.jinja"):
+    for file in (*run.glob("*token*"), run / "chat_template.jinja", processor):
         if file.is_file():
             shutil.copyfile(file, target / file.name)
     templates = (run if (run / "tokenizer_config.json").is_file() else base) / CHAT_TEMPLATE_DIR

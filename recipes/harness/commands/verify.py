@@ -60,6 +60,8 @@ def main(*words: str) -> int:
     run, merged = parsed.run, parsed.run / "merged"
     held_out = read_held_out(run)
     other = parsed.model or (merged if merged.is_dir() else None)
+    if other and other.is_file() and has_images(held_out):
+        raise UserError(f"{other}: transformers reads no images with a GGUF file, and the run was evaluated on rows with images")
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         model = load_model(run)
@@ -117,13 +119,15 @@ def read_held_out(folder: Path) -> HeldOut:
     return held_out
 
 
+def has_images(held_out: HeldOut) -> bool:
+    return any(len(document) > 2 for documents in held_out.documents.values() for document in documents)
+
+
 def measure(model: Any, held_out: HeldOut, name: Path) -> dict[str, float]:
     """The loss per token of each evaluation dataset. The model gets every document alone."""
     from tqdm import tqdm
 
-    collate = None
-    if any(len(document) > 2 for documents in held_out.documents.values() for document in documents):
-        collate = ImageCollator(load_saved_processor(name))
+    collate = ImageCollator(load_saved_processor(name)) if has_images(held_out) else None
     losses = {}
     for label, documents in held_out.documents.items():
         shown = tqdm(documents, f"Evaluating {name}", unit="document", disable=None)

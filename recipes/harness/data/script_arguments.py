@@ -51,7 +51,7 @@ class ScriptArguments(trl.ScriptArguments):
     )
     max_pixels: int = field(
         default=1_000_000,
-        metadata={"help": "Larger images are shrunk to so many pixels, also by the saved processor."},
+        metadata={"help": "Of recipes for images: larger ones are shrunk to so many pixels, also by the saved processor."},
     )
     text_rows: str | None = field(
         default=None,

@@ -16,6 +16,8 @@ MUST_BE_EQUAL = (
     # which tokens count in the loss, and how
     *("assistant_only_loss", "completion_only_loss", "loss_type", "label_smoothing_factor"),
     *("teacher_model_name_or_path", "teacher_model_revision"),
+    # how many prompts a step has, and how many tokens an image
+    *("num_generations", "max_pixels"),
 )
 # These schedulers save another state than all others, which compute the learning rate from the step alone.
 SCHEDULERS_WITH_STATE = ("reduce_lr_on_plateau", "greedy")
@@ -25,6 +27,7 @@ KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsil
 OF_LOSS = (
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm", "bf16", "beta"),
     *("lora_dropout", "neftune_noise_alpha", "router_aux_loss_coef"),
+    *("temperature", "max_completion_length", "reward_weights", "scale_rewards", "teacher_model_init_kwargs"),
 )
 # `run/checkpoints.py` prints what they change about the rows.
 OF_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed")

@@ -111,6 +111,24 @@ def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
     assert sum(map(len, load(data_settings(file, ("images",), max_eval_samples=1)))) == 5
 
 
+def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
+    """Paths in a Parquet file. Rows that are trained on already would be others, if there were one less."""
+    rows = []
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture())
+        rows.append(asked(f"What is {number}?") | {"images": [str(tmp_path / f"{number}.png")]})
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    settings = data_settings(tmp_path / "rows.parquet", ("images",), max_eval_samples=1, output_dir=str(tmp_path / "run"))
+    assert sum(map(len, load(settings))) == 4
+    (tmp_path / "0.png").unlink()
+    assert sum(map(len, load(settings))) == 3
+    (tmp_path / "0.png").write_bytes(picture())
+    assert sum(map(len, load(settings))) == 4
+    (tmp_path / "run/checkpoint-2").mkdir()
+    (tmp_path / "0.png").unlink()
+    assert "3 rows can be used, and 4 when the run began" in error_of(load, settings)
+
+
 def test_images_of_which_none_is_there(tmp_path, error_of):
     file = write_rows(tmp_path / "rows.jsonl", [asked([PART, TEXT]) | {"images": ["photos/cat.png"]}] * 3)
     message = error_of(check_dataset, data_settings(file, ("images",)))
@@ -121,8 +139,8 @@ def test_images_of_which_none_is_there(tmp_path, error_of):
     ("row", "word"),
     [
         (asked([PART, TEXT]) | {"images": ["https://example.com/cat.png"]}, "https://example.com/cat.png"),
-        (asked([PART, PART, TEXT]) | {"images": [as_url(picture())]}, "1 images, and 2 places"),
-        (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 places"),
+        (asked([PART, PART, TEXT]) | {"images": [as_url(picture())]}, "1 image, and 2 places"),
+        (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 place "),
     ],
     ids=["address", "too few", "none"],
 )
@@ -208,7 +226,7 @@ def test_other_number_of_tokens_than_images(processor, error_of, drops):
     template = texts if drops else training_template(processor.tokenizer)
     row = asked("<image>What is this?" if drops else "<image>What is <|image_pad|>?") | {"images": [image]}
     message = error_of(tokens_of_images, row, processor, template)
-    assert f"{0 if drops else 2} times <|image_pad|> for 1 images" in message and "What is" in message
+    assert f"<|image_pad|> {0 if drops else 2} times for 1 image" in message and "What is" in message
 
 
 def test_limit_without_effect_is_refused(processor, tmp_path, error_of):

@@ -94,15 +94,19 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
 
 
 def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion) -> list[tuple | None]:
-    """By which changed, new and deleted image files of rows are found, although the file of the rows has not changed."""
-    versions = []
+    """By which changed, new and deleted image files of rows are found, although the rows have not changed."""
+    return [images.version_of(image, conversion.folder_of(place)) for place, image in images_of(rows, conversion)]
+
+
+def images_of(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[tuple[str, dict]]:
+    """The images of rows, with the places of these rows."""
     for place, row in rows:
         try:
             converted, _ = conversion.convert(row)
         except Exception:  # `examine` says what is wrong and where
             continue
-        versions += [images.version_of(image, conversion.folder_of(place)) for image in (converted or {}).get("images", [])]
-    return versions
+        for image in (converted or {}).get("images", []):
+            yield place, image
 
 
 def is_bad_answer(row: dict, conversion: Conversion) -> bool:

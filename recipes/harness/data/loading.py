@@ -31,6 +31,7 @@ from harness.data.conversion import (
     examine,
     features_of_examined,
     find_conversion,
+    images_of,
     shape_of,
     usable_rows,
     versions_of_images,
@@ -42,9 +43,9 @@ from harness.data.sources import DataSettings, Source
 from harness.data.splits import evaluation_split, number_of_rows
 from harness.data.stream_rows import shuffle
 from harness.data.summary import DUPLICATE, add_summaries, print_splits, print_summary, summarize
-from harness.folder import DATA, write_json
+from harness.folder import DATA, has_trained, read_json, write_json
 from harness.hub import hub_errors
-from harness.messages import UserError, is_first_process, print_once
+from harness.messages import UserError, is_first_process, plural, print_once
 
 from datasets import Dataset, Features, IterableDataset, interleave_datasets
 from datasets.features.features import require_decoding
@@ -130,8 +131,11 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
     if isinstance(train, Dataset):
         summary["loaded_rows"] = len(train)
     if data.output_dir and is_first_process():
-        Path(data.output_dir).mkdir(parents=True, exist_ok=True)
-        write_json(Path(data.output_dir, DATA), summary)
+        folder = Path(data.output_dir)
+        if "images" in data.formats and has_trained(folder):
+            check_same_rows(read_json(folder / DATA), summary)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / DATA, summary)
     if isinstance(train, IterableDataset):
         train = limit_stream(data, train)
     evaluated = []
@@ -142,6 +146,16 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
     if data.is_mixture:
         in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
     return of_date(train, data), of_date(in_turn, data)
+
+
+def check_same_rows(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError if a run that resumes has lost or found image files: its order of the rows would be another one."""
+    usable = [found.get("rows", 0) - found.get("skipped_rows", 0) for found in (before, now)]
+    if before and usable[0] != usable[1]:
+        raise UserError(
+            f"--dataset_name: {plural(usable[1], 'row')} can be used, and {usable[0]:,} when the run began: image files were "
+            "deleted or added since. Undo that, or choose another --output_dir"
+        )
 
 
 def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:
@@ -307,9 +321,11 @@ def examine_all(rows: Dataset | TextFiles, conversion: Conversion, source: Sourc
     features = features_of_examined(conversion)
     if limit:
         return Dataset.from_list(list(itertools.islice(examined(), limit)), features=features)
-    version = rows.versions() if isinstance(rows, TextFiles) else generate_fingerprint(rows)
-    if isinstance(rows, TextFiles) and conversion.format == "images":
-        version += versions_of_images(rows, conversion)
+    version = rows.versions() if isinstance(rows, TextFiles) else [generate_fingerprint(rows)]
+    if conversion.format == "images":
+        first = itertools.islice(placed(rows, source, split), 16)
+        if isinstance(rows, TextFiles) or any(image["bytes"] is None for _, image in images_of(first, conversion)):
+            version += versions_of_images(placed(rows, source, split), conversion)
     keep = Hasher.hash(conversion.keep)  # as `Dataset.filter` does
     with hub_errors("dataset", source.display_name):
         return make_once(examined, features, [version, source.display_name, split, replace(conversion, keep=None), keep])

@@ -344,7 +344,7 @@ ENDS = {
     "finished": ([], [], 0),
     "refused": (["--global_batch_size", "3", "--per_device_train_batch_size", "2"], [], 2),
     "NaN": (["--learning_rate", "1e30"], [], 2),
-    "exit": ([], [["built", -1, "sys.exit(7)"]], 7),
+    "exit": ([], [["built", -1, "sys.exit(7)"]], 2),
     "crash": ([], [["built", -1, "fail()"]], 1),
     "SIGTERM": ([], [["step 2", 0, "os.kill(os.getpid(), 15)"]], 143),
     "SIGUSR1": ([], [["step 2", 0, "os.kill(os.getpid(), 10)"]], 75),

@@ -20,7 +20,7 @@ from harness.messages import UserError, exit_on_user_error, print_once, printabl
 def main(*words: str) -> None:
     """Answers every line of standard input, or continues it if the model was not trained on conversations."""
     parsed = arguments.chat().read(words)
-    from harness.run.parameters import base_of, generates
+    from harness.run.parameters import base_of, can_generate
 
     if not parsed.run.is_dir():
         raise UserError(f"{parsed.run} is not a folder: pass the output directory of a finished run")
@@ -34,7 +34,7 @@ def main(*words: str) -> None:
     start = [{"role": "system", "content": system}] if system else []
     check_flags(parsed, is_chat, tokenizer, start, options)
     model = load_model(parsed.run)
-    if not generates(base_of(model)):
+    if not can_generate(base_of(model)):
         raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
     turns = list(start)
     print_once(f"{parsed.run} is loaded on {model.device}. {how_to_write(is_chat, prompt)} `exit` ends.")

@@ -199,13 +199,13 @@ class Preview:
 def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
     from harness.run import generation
-    from harness.run.parameters import base_of, generates
+    from harness.run.parameters import base_of, can_generate
 
     model = base_of(trainer.model)
     row = next(iter(trainer.train_dataset), None)
     if row is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
-    if not generates(model) or model.config.is_encoder_decoder:
+    if not can_generate(model) or model.config.is_encoder_decoder:
         return f"{type(model).__name__} is not a causal language model"
     if generation.writes_answers(trainer):
         return "the answers are generated"

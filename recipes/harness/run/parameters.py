@@ -71,7 +71,7 @@ def adapters_of(model: torch.nn.Module) -> list[PeftConfig]:
     return list(getattr(model, "peft_config", {}).values())
 
 
-def generates(model: torch.nn.Module) -> bool:
+def can_generate(model: torch.nn.Module) -> bool:
     """Whether a model continues texts: a classifier does not, nor does a module that is none of transformers."""
     return config_of(model) is not None and model.can_generate()
 

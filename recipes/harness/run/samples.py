@@ -9,7 +9,7 @@ from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run import generation
 from harness.run.failures import only_report
-from harness.run.parameters import base_of, config_of, generates
+from harness.run.parameters import base_of, can_generate, config_of
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -21,7 +21,7 @@ COUNT, PROMPT_TOKENS = 3, 24  # samples; tokens of the prompt of a row that is o
 def why_no_text(trainer: Trainer) -> str:
     """Why a trainer's model is not asked to continue texts, "" if it is: a classifier has none, nor has a reward model."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if not generates(model):
+    if not can_generate(model):
         return f"{type(base_of(model)).__name__} does not generate text"
     return "" if trainer.processing_class else "the trainer has no tokenizer"
 

@@ -9,7 +9,7 @@ from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_files
 from harness.rehearsal.tiny import has_vision_part
-from harness.run.parameters import adapters_of, config_of, generates, is_of_another_library
+from harness.run.parameters import adapters_of, can_generate, config_of, is_of_another_library
 
 import torch
 from huggingface_hub import hf_hub_download, save_torch_state_dict
@@ -166,12 +166,12 @@ def write_model_card(trainer: Trainer) -> None:
     if trainer.is_world_process_zero():
         output_dir = Path(trainer.args.output_dir)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        card = model_card(read_json(output_dir / RESULTS), isinstance(model, PeftModel), generates(model))
+        card = model_card(read_json(output_dir / RESULTS), isinstance(model, PeftModel), can_generate(model))
         with draft_of(output_dir / "README.md") as draft:
             draft.write_text(card, "utf-8")
 
 
-def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
+def model_card(run: dict, is_adapter: bool, writes_texts: bool) -> str:
     """A model card with what the Hub reads (base model, dataset, library), and with what the model was trained.
 
     `run`: the content of train_results.json.
@@ -189,7 +189,7 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
     if datasets:
         header += f"datasets: [{datasets}]\n"
         description += f" on {datasets}"
-    task = "pipeline_tag: text-generation\n" if generates else ""
+    task = "pipeline_tag: text-generation\n" if writes_texts else ""
     rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
     return (
         f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"

@@ -24,7 +24,8 @@ TASK = "Solve the problem step by step. The last number of your answer is the so
 
 
 def last_number(text):
-    numbers = re.findall(r"(?:(?<![\d)\]}])-)?\d[\d,]*(?:\.\d+)?", text)  # the minus of 12-7 is no sign
+    number = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"  # commas stand between groups of three digits
+    numbers = re.findall(rf"(?:(?<![\d)\]}}])-)?{number}", text.replace("\u2212", "-"))  # the minus of 12-7 is no sign
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 

@@ -364,7 +364,17 @@ def test_turns_that_can_be_read(turn, expected):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (2.5, "2.5"), (float("nan"), ""), (None, ""), ([], ""), (25 * 10**18, "25" + "0" * 18)]
+    ("value", "text"),
+    [
+        (0, "0"),
+        (2.5, "2.5"),
+        (float("nan"), ""),
+        (None, ""),
+        ([], ""),
+        (25 * 10**18, "25" + "0" * 18),
+        (-0.00005, "-0.00005"),
+        (1e21, "1" + "0" * 21),
+    ],
 )
 def test_numbers_are_texts(value, text):
     """Null, NaN and an empty list are nothing."""

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 # Other names of the four roles: of ShareGPT, LLaMA-Factory, OpenAI and others.
@@ -70,13 +71,13 @@ def without(found: dict, *keys: str) -> dict:
 
 
 def text_of(value: Any, what: str) -> str:
-    """A text, "" for a missing one; a number as JSON has it. Raises SkippedRow for anything else: "`what` is not a text"."""
+    """A text, "" for a missing one; a number without an exponent. Raises SkippedRow for anything else: "`what` is not a text"."""
     if isinstance(value, str):
         return value
     if is_nothing(value):
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) != math.inf:
-        return json.dumps(value)
+        return f"{Decimal(json.dumps(value)):f}"
     raise SkippedRow(f"{what} is not a text")
 
 

@@ -94,6 +94,19 @@ def test_equal_rewards_are_warned_of_once(build_trainer, sentences, capsys):
     assert capsys.readouterr().out.count("got the same reward") == 1
 
 
+@pytest.mark.parametrize("rewards", [[None], [None, 1.0]])
+def test_step_without_any_reward_ends_the_run(build_trainer, sentences, rewards):
+    """A function may leave out some answers."""
+    flags = ["--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no", "--eval_on_start", "false"]
+    trainer = build_trainer(RECIPE, "--dataset_name", str(sentences), *flags)
+    trainer.reward_funcs = [lambda completions, **others: (rewards * len(completions))[: len(completions)]]
+    if 1.0 in rewards:
+        train(trainer)
+        return
+    with pytest.raises(UserError, match=rf"{trainer.reward_func_names[0]}: in step 1 no answer got a reward"):
+        train(trainer)
+
+
 def raises(completions, **others):
     return [1 / len(text[0]["content"]) for text in completions]
 
@@ -191,6 +204,12 @@ def test_metrics_of_an_evaluation():
         ("12-7", 7),
         ("(12)-7", 7),
         ("x = -7", -7),
+        ("x = \u22127", -7),
+        ("12\u22127", 7),
+        ("1,2,3", 3),
+        ("3,14", 14),
+        ("12,3456", 3456),
+        ("-12,345,678.9", -12345678.9),
     ],
 )
 def test_last_number(text, number):

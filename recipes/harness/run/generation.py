@@ -1,5 +1,6 @@
 """Trainers of TRL that train on answers which the model writes: GRPOTrainer and RLOOTrainer on rewards, DistillationTrainer."""
 
+import math
 from collections.abc import Iterator
 
 from harness.compat.trl import logged_metrics
@@ -84,15 +85,26 @@ def order_by_epoch(loader: DataLoader) -> None:
     loader.set_sampler(PromptsByEpoch(batches.sampler))
 
 
-class EqualRewards(TrainerCallback):
-    """Warns once of a step in which all answers to each prompt got the same reward: it changes nothing in the model."""
+class RewardsOfSteps(TrainerCallback):
+    """Looks for steps that change nothing in the model.
+
+    Ends the run if no answer got a reward: None and NaN are right for a function that does not rate an answer which others rate.
+    Warns once if all answers to each prompt got the same reward.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.has_warned = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        shares = logged_metrics(self.trainer)["train"].get("frac_reward_zero_std")  # of prompts with equal rewards
+        metrics = logged_metrics(self.trainer)["train"]
+        rewards = metrics.get("reward")  # means of those that are not NaN
+        if rewards and math.isnan(rewards[-1]):
+            raise UserError(
+                f"{', '.join(self.trainer.reward_func_names)}: in step {state.global_step} no answer got a reward, all are None "
+                "or NaN, so nothing can be learned: return a number for each answer, such as 0 for a wrong one"
+            )
+        shares = metrics.get("frac_reward_zero_std")  # of prompts with equal rewards
         if shares and shares[-1] == 1 and not self.has_warned:
             self.has_warned = True
             print_once(

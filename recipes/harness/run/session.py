@@ -16,7 +16,7 @@ from harness.run.checkpoints import check_adapter, check_saved_weights, print_ch
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
-from harness.run.generation import EqualRewards, check_prompts, trains_on_rewards, writes_answers
+from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewards, writes_answers
 from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, adapt_trainer, find_loss
 from harness.run.parameters import (
@@ -137,7 +137,7 @@ def callbacks_of(trainer: Trainer, run: Run, prepared: Prepared) -> list[Trainer
     stops = [prepared.stop, MissedEvaluation(trainer, prepared.resumed_from), StopAtLastStep()]
     measurements = [parts.progress]
     if trains_on_rewards(trainer):
-        measurements.append(EqualRewards(trainer))
+        measurements.append(RewardsOfSteps(trainer))
     if run.profile:
         measurements.append(Profile(trainer.args))
     return [*checks, *saves, *stops, *measurements]

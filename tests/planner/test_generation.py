@@ -1,6 +1,7 @@
 """Plans of trainers that generate: the cache of keys and values, the time for a token, and what is scored before the training."""
 
 import json
+import shutil
 
 from planner import cards, roofline
 from planner.cache import simulation_of
@@ -25,6 +26,7 @@ def found(simulate, tmp_path_factory) -> list[Simulation]:
     tiny_tokenizer("Qwen/Qwen3-4B-Instruct-2507").save_pretrained(folder)
     config = json.loads((ROOT / "tests/published/models/Qwen/Qwen3-0.6B/config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS, "max_window_layers": LAYERS}))
+    teacher = shutil.copytree(folder, folder.with_name("teacher"))
     flags = ["--model_name_or_path", folder, "--max_completion_length", COMPLETION, "--global_batch_size", ROWS]
     recipe = ROOT / "recipes/qwen3_grpo.py"
     alone, sharded = (ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_full_shard"))
@@ -33,7 +35,7 @@ def found(simulate, tmp_path_factory) -> list[Simulation]:
         (recipe, alone, flags, "cuda with all layers"),
         (recipe, sharded, flags, "cuda"),
         (recipe, alone, [*flags, "--beta", "0.1"], "cuda"),
-        (ROOT / "recipes/qwen3_distill.py", sharded, [*flags, "--teacher_model_name_or_path", folder], "cuda"),
+        (ROOT / "recipes/qwen3_distill.py", sharded, [*flags, "--teacher_model_name_or_path", teacher], "cuda"),
     ]
     return [simulation_of(fields) for fields in simulate(runs)]
 

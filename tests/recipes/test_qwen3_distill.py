@@ -125,7 +125,8 @@ def test_prompts_that_are_not_used(build_trainer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--teacher_model_name_or_path", "./nowhere"], "./nowhere: "),
+        (["--teacher_model_name_or_path", "./nowhere"], "--teacher_model_name_or_path: folder not found: ./nowhere"),
+        (["--teacher_model_name_or_path", "Qwen/Qwen3-4B"], "Qwen/Qwen3-4B is the model that is trained"),
         (["--dataset_streaming", "true"], "--dataset_streaming false"),
         (["--use_vllm", "true"], "--vllm_mode server"),
     ],
@@ -144,7 +145,7 @@ def test_fewer_prompts_than_a_step_needs(build_trainer, questions):
 
 
 def test_teacher_of_another_vocabulary(tmp_path, environment):
-    """It may have other tokens at the end only."""
+    """It may have other tokens at the end only, and as many rows of the embedding."""
     folders = {name: str(tiny_model(name, tmp_path / name)) for name in ("Qwen/Qwen3-4B", "Qwen/Qwen2-0.5B")}
     student = ModelConfig(model_name_or_path=folders["Qwen/Qwen3-4B"])
     args = DistillationConfig(output_dir=str(tmp_path), use_cpu=True, teacher_model_name_or_path=student.model_name_or_path)
@@ -158,3 +159,8 @@ def test_teacher_of_another_vocabulary(tmp_path, environment):
     tokenizer.save_pretrained(tmp_path / "longer")
     args.teacher_model_name_or_path = str(tmp_path / "longer")
     check_teacher(args, student)
+    config = read(tmp_path / "longer", "config.json")
+    larger = config["vocab_size"] + 64
+    (tmp_path / "longer/config.json").write_text(json.dumps(config | {"vocab_size": larger}))
+    with pytest.raises(UserError, match=f"is {larger:,}, that of .* is {config['vocab_size']:,}"):
+        check_teacher(args, student)

@@ -104,6 +104,16 @@ def check_generation(script_args: ScriptArguments, training_args: TrainingArgume
         )
 
 
+def check_teacher_is_another(training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Raises UserError for a teacher that is the model itself, from which nothing can be learned."""
+    teacher = getattr(training_args, "teacher_model_name_or_path", None)
+    is_same_name = teacher and teacher == model_args.model_name_or_path
+    if is_same_name and (training_args.teacher_model_revision or "main") == model_args.model_revision:
+        raise UserError(
+            f"--teacher_model_name_or_path: {teacher} is the model that is trained: pass another teacher, a better model"
+        )
+
+
 def check_remote_code(training_args: TrainingArguments, model_init_kwargs: dict) -> None:
     """Raises UserError if Python code that comes with a model is to be run."""
     if getattr(training_args, "trust_remote_code", False) or "trust_remote_code" in model_init_kwargs:

@@ -40,6 +40,7 @@ def check_all_arguments(run: Run, arguments: Arguments) -> None:
     checks.check_flags_have_effect(run, *arguments)
     checks.check_optimizer(arguments[1], run.config)
     checks.check_loss(run, arguments[1])
+    checks.check_teacher_is_another(*arguments[1:])
     if hasattr(arguments[1], "steps_per_generation") or isinstance(arguments[1], DistillationConfig):
         checks.check_generation(*arguments[:2])
 

@@ -131,18 +131,22 @@ def test_load_tokenizer(tokenizer, tmp_path, error_of):
 
 
 @pytest.mark.parametrize("max_length", [24, 400])
-def test_rows_that_a_trainer_drops_are_counted(tokenizer, tmp_path, capsys, max_length):
+def test_rows_that_a_trainer_drops_are_counted(tokenizer, tmp_path, capsys, error_of, max_length):
     """RewardTrainer drops those that are too long."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = Qwen2ForSequenceClassification(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, num_labels=1, **sizes))
     rows = [{"prompt": "How?" * count, "chosen": " So.", "rejected": " No."} for count in (1, 2, 30, 40)]
     args = RewardConfig(str(tmp_path), max_length=max_length, use_cpu=True, bf16=False)
-    trainer = RewardTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    write_json(tmp_path / DATA, {"loaded_rows": 4})
-    report_dropped_rows(SimpleNamespace(args=args, train_dataset=trainer.train_dataset))
+    datasets = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[1:])}
+    trainer = RewardTrainer(model=model, args=args, **datasets, processing_class=tokenizer)
+    write_json(tmp_path / DATA, {"loaded_rows": 4, "loaded_eval_rows": 3})
+    report_dropped_rows(trainer)
     printed = capsys.readouterr().out
     assert len(trainer.train_dataset) == (2 if max_length == 24 else 4)
     assert ("warning: 2 of 4 training rows are not used" in printed) == (max_length == 24)
+    assert ("warning: 2 of 3 evaluation rows are not used" in printed) == (max_length == 24)
+    trainer.eval_dataset = trainer.eval_dataset.select([])
+    assert "--max_length: none of the 3 evaluation rows" in error_of(report_dropped_rows, trainer)
 
 
 def test_rows_that_a_recipe_makes_are_not_compared(tmp_path, capsys):

@@ -30,9 +30,11 @@ def test_data_workers_survive_sigterm(build_trainer, split):
     assert [len(next(batches)["input_ids"]) for _ in range(4)]
 
 
-def test_trainer_without_rows_is_an_error(error_of):
-    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"input_ids": []}))
-    assert "train_dataset of the trainer has no row" in error_of(session.check_trainer, trainer)
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_trainer_without_rows_is_an_error(error_of, name):
+    empty, rows = (Dataset.from_dict({"input_ids": ids}) for ids in ([], [[1]]))
+    trainer = SimpleNamespace(**{"train_dataset": rows, "eval_dataset": rows, name: empty})
+    assert f"{name} of the trainer has no row" in error_of(session.check_trainer, trainer)
 
 
 def test_workers_are_initialized_as_before():

@@ -128,6 +128,14 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
         for source in data.sources:
             print_once(f"{source.display_name}: {source.weight:.1%} of the rows.")
         summary = add_summaries(summaries)
+    evaluated = []
+    for one, (chosen, _) in zip(opened, held_out, strict=True):
+        eval_rows = chosen if one.eval_rows is None else one.eval_rows
+        evaluated.append(evaluation_rows(data, one, eval_rows, shape))
+    in_turn = evaluated[0]
+    if data.is_mixture:
+        in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
+    summary["loaded_eval_rows"] = len(in_turn)
     if isinstance(train, Dataset):
         summary["loaded_rows"] = len(train)
     if data.output_dir and is_first_process():
@@ -138,13 +146,6 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
         write_json(folder / DATA, summary)
     if isinstance(train, IterableDataset):
         train = limit_stream(data, train)
-    evaluated = []
-    for one, (chosen, _) in zip(opened, held_out, strict=True):
-        eval_rows = chosen if one.eval_rows is None else one.eval_rows
-        evaluated.append(evaluation_rows(data, one, eval_rows, shape))
-    in_turn = evaluated[0]
-    if data.is_mixture:
-        in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
     return of_date(train, data), of_date(in_turn, data)
 
 

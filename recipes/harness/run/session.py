@@ -201,8 +201,10 @@ def finish_training(
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises UserError for what cannot be trained."""
-    if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
-        raise UserError("the train_dataset of the trainer has no row: see what the recipe drops, and the rows with --preview")
+    for name in ("train_dataset", "eval_dataset"):
+        rows = getattr(trainer, name)
+        if isinstance(rows, Dataset) and not len(rows):
+            raise UserError(f"the {name} of the trainer has no row: see what the recipe drops, and the rows with --preview")
     if isinstance(trainer, RunTrainer):
         raise UserError("train() was called a second time with this trainer: a recipe calls it once, at its end")
     if trainer.model_init is not None and trainer.args.world_size > 1:
@@ -248,25 +250,27 @@ def check_images_of_all_rows(trainer: Trainer) -> None:
 
 
 def report_dropped_rows(trainer: Trainer) -> None:
-    """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long.
+    """Prints how many of the rows that `load` has returned a trainer does not use, for example because they are too long.
 
     TRL's trainers for pairs do, and recipes with DistillationTrainer. For others a recipe tokenizes, and may make several rows of
     one, or one of several.
     """
-    loaded = folder.read_json(Path(trainer.args.output_dir, folder.DATA)).get("loaded_rows")
+    summary = folder.read_json(Path(trainer.args.output_dir, folder.DATA))
     args = trainer.args
-    drops_rows = isinstance(args, DPOConfig | KTOConfig | RewardConfig | DistillationConfig)
-    if not loaded or not drops_rows or not isinstance(trainer.train_dataset, Dataset):
+    if not isinstance(args, DPOConfig | KTOConfig | RewardConfig | DistillationConfig):
         return
-    missing = loaded - len(trainer.train_dataset)
-    if missing > 0:
-        limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
-        reason = f"the recipe or the trainer has dropped them{limit}"
+    limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
+    reason = f"the recipe or the trainer has dropped them{limit}"
+    kinds = {"training": (trainer.train_dataset, "loaded_rows"), "evaluation": (trainer.eval_dataset, "loaded_eval_rows")}
+    for kind, (rows, key) in kinds.items():
+        if not summary.get(key) or not isinstance(rows, Dataset):
+            continue
+        loaded = summary[key]
+        missing = loaded - len(rows)
         if missing == loaded and limit:
-            raise UserError(
-                f"--max_length: none of the {loaded:,} training rows can be used: {reason}: pass a larger --max_length"
-            )
-        print_once(f"warning: {missing:,} of {loaded:,} training rows are not used: {reason}.")
+            raise UserError(f"--max_length: none of the {loaded:,} {kind} rows can be used: {reason}: pass a larger --max_length")
+        if missing > 0:
+            print_once(f"warning: {missing:,} of {loaded:,} {kind} rows are not used: {reason}.")
 
 
 def check_can_be_sharded(model: torch.nn.Module) -> None:

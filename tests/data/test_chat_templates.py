@@ -72,7 +72,7 @@ def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatc
     template = training_template(tokenizer)
     assert render(tokenizer, template, ONE_ANSWER)[0] == tokenizer.apply_chat_template(ONE_ANSWER, tokenize=False)
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
 
     def check(rows):
         check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B")
@@ -161,7 +161,7 @@ def test_form_of_tool_calls(tokenizer, family):
 def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
     """As the template needs them that makes the tokens: DeepSeek's own, or TRL's copy that marks the answers."""
     tokenizer.chat_template = (TEMPLATES / "deepseekv3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
     rows = placed([{"messages": WITH_CALL["messages"]}])
     for assistant_only_loss, has_text in ((False, True), (True, False)):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
@@ -189,7 +189,7 @@ def test_turns_that_do_not_count_are_not_marked(tokenizer, family):
 
 def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
     rows = [{"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}]
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
     assert "marks the answers itself" in error_of(
@@ -212,7 +212,7 @@ def test_row_of_the_page(tokenizer, monkeypatch):
     row, reason = formats.examine(json.loads(text), "messages")
     assert not reason and len(formats.split_answers(row)) == 2
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
     check_conversations(training_args, SimpleNamespace(), frozenset(), placed([row]), "Qwen/Qwen3-8B", splits_answers=True)
 
@@ -221,7 +221,7 @@ def test_row_of_the_page(tokenizer, monkeypatch):
 def test_advice_for_two_answers_in_a_row(tokenizer, monkeypatch, error_of, splits):
     """Qwen3's template writes reasoning, also an empty one, before the last answer only: a row for each does not help."""
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
     rows = placed([{"messages": [QUESTION, ANSWER, ANSWER]}])
     message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model", splits)
@@ -232,7 +232,7 @@ def test_advice_for_two_answers_in_a_row(tokenizer, monkeypatch, error_of, split
 def test_preferences_with_reasoning_but_without_thinking(tokenizer, monkeypatch, error_of, thinks):
     """The prompt would lose its empty reasoning, and the answer would begin in it."""
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
     good = ANSWER | {"content": "<think>\nHm.\n</think>\n\nSo."}
     row = {"prompt": [QUESTION], "chosen": [good], "rejected": [ANSWER], "chat_template_kwargs": {"enable_thinking": thinks}}
     arguments = (SimpleNamespace(), SimpleNamespace(), frozenset())
@@ -246,7 +246,7 @@ def test_preferences_with_reasoning_but_without_thinking(tokenizer, monkeypatch,
 def test_marks_in_preferences(tokenizer, monkeypatch, error_of):
     """Their loss counts all of an answer."""
     tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
     row = {"prompt": [QUESTION], "chosen": [ANSWER, QUESTION, SECOND_ANSWER], "rejected": [SECOND_ANSWER]}
     arguments = SimpleNamespace(), SimpleNamespace(), frozenset()
     check_conversations(*arguments, placed([row]), "a model")

@@ -3,9 +3,10 @@
 import base64
 import copy
 import io
+import json
 from types import SimpleNamespace
 
-from harness.data.chat_templates import training_template
+from harness.data.chat_templates import check_conversations, fit_template, training_template
 from harness.data.checking import check_dataset
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
 from harness.data.loading import load
@@ -240,6 +241,23 @@ def test_limit_without_effect_is_refused(processor, tmp_path, error_of):
     saved.save_pretrained(tmp_path)
     assert error_of(load_processor, *settings, run).startswith("--max_pixels: ")
     assert load_processor(*settings, Run("recipe.py")).image_processor.size["longest_edge"] == 980
+
+
+def test_chat_template_that_only_the_processor_has(processor, tmp_path, error_of):
+    """In the file of an older version. A recipe for texts has the tokenizer alone."""
+    template = processor.chat_template
+    saved = copy.deepcopy(processor)
+    saved.chat_template = saved.tokenizer.chat_template = None
+    saved.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    model_args, training_args = ModelConfig(str(tmp_path)), SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    row = asked("<image>What is this?") | {"images": [{"bytes": picture(), "path": None}]}
+    check_conversations(training_args, model_args, frozenset(), [("", row)], "m")
+    data = fit_template(data_settings(tmp_path, ("images",)), training_args, model_args, frozenset())
+    loaded = load_processor(SimpleNamespace(max_pixels=5000), model_args, training_args, Run("recipe.py"))
+    assert loaded.tokenizer.chat_template == template and data.drops_marks
+    without = [("", asked("What is this?"))]
+    assert "no chat template" in error_of(check_conversations, training_args, model_args, frozenset(), without, "m")
 
 
 def test_image_lost_during_a_run_is_one_message(processor, tmp_path, error_of):

@@ -33,7 +33,7 @@ from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 from harness.runs import PROJECT
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -136,7 +136,7 @@ def fit_template(
     has_path = bool(given_template(training_args))
     if not {*data.formats} & {*CONVERSATIONS} and not has_path:
         return data
-    tokenizer = load_bare_tokenizer(model_args)
+    tokenizer = load_bare_tokenizer(model_args, "images" in data.formats)
     if has_path:
         path = training_args.chat_template_path = template_file(training_args, tokenizer, given)
         if path and Path(path).is_file():  # else the run has no conversations, which it is for
@@ -211,7 +211,7 @@ def check_conversations(
     if not conversations or not is_read_by_trainer:
         return
     with hub_errors("model", model_name):
-        tokenizer = load_bare_tokenizer(model_args)
+        tokenizer = load_bare_tokenizer(model_args, any("images" in row for _, row in rows))
     if path := template_file(training_args, tokenizer, given):
         if not Path(path).is_file():
             raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
@@ -524,6 +524,11 @@ def conversations_of(row: dict) -> list[dict]:
     return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
 
 
-def load_bare_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer as the model has it."""
-    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+def load_bare_tokenizer(model_args: ModelConfig, reads_images: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer as the model has it. `reads_images`: with the chat template of the processor, which can have its own."""
+    name = model_args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=model_args.model_revision)
+    if reads_images:
+        settings, _ = ProcessorMixin.get_processor_dict(name, revision=model_args.model_revision)
+        tokenizer.chat_template = settings.get("chat_template") or tokenizer.chat_template
+    return tokenizer

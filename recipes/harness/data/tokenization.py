@@ -38,9 +38,14 @@ NEEDS_TOKENS = (
 )
 
 
-def load_tokenizer(model_args: ModelConfig, training_args: TrainingArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model with --chat_template_path, --eos_token and --pad_token, as it is saved with the model."""
-    tokenizer = load_bare_tokenizer(model_args)
+def load_tokenizer(
+    model_args: ModelConfig, training_args: TrainingArguments, reads_images: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model with --chat_template_path, --eos_token and --pad_token, as it is saved with the model.
+
+    `reads_images`: see `load_bare_tokenizer`.
+    """
+    tokenizer = load_bare_tokenizer(model_args, reads_images)
     if path := getattr(training_args, "chat_template_path", None):
         tokenizer.chat_template = Path(path).read_text("utf-8")
         training_args.chat_template_path = None  # SFTTrainer would read a file with another ending as the name of a model
@@ -59,8 +64,7 @@ def load_tokenizer(model_args: ModelConfig, training_args: TrainingArguments) ->
 def load_processor(script_args: Any, model_args: ModelConfig, training_args: TrainingArguments, run: Run) -> ProcessorMixin:
     """The processor of a model that reads images, with the tokenizer of `load_tokenizer`, for images of at most --max_pixels."""
     name = model_args.model_name_or_path
-    tokenizer_template = getattr(training_args, "chat_template_path", None)
-    tokenizer = load_tokenizer(model_args, training_args)
+    tokenizer = load_tokenizer(model_args, training_args, reads_images=True)
     try:
         processor = AutoProcessor.from_pretrained(name, revision=model_args.model_revision)
     except ImportError as error:
@@ -70,8 +74,6 @@ def load_processor(script_args: Any, model_args: ModelConfig, training_args: Tra
         ) from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"--model_name_or_path: {name} reads no images: pass a model that does, or use a recipe for texts")
-    if not tokenizer_template and processor.chat_template:
-        tokenizer.chat_template = processor.chat_template
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template
     if not images.limit_pixels(processor, script_args.max_pixels) and "max_pixels" in run.given:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from harness.data.chat_templates import check_conversations, fit_template, training_template
 from harness.data.checking import check_dataset
+from harness.data.formats import examine, split_answers
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
 from harness.data.loading import load
 from harness.data.tokenization import load_processor, tokenize, tokens_of_images
@@ -18,7 +19,7 @@ from harness.runs import Run
 import numpy
 import pytest
 import torch
-from datasets import Dataset, Features, Json, List
+from datasets import Dataset, Features, Json, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from runs import data_settings, tiny_tokenizer, write_rows
@@ -95,6 +96,34 @@ def test_images_of_parquet_files_stay_files(tmp_path, streaming):
     assert [image["bytes"] for image in found[2]["images"]] == images
 
 
+def test_images_inside_of_messages_stay_files(tmp_path):
+    """As parts of turns in a Parquet file, with keys that are null."""
+    part = {"type": Value("string"), "text": Value("string"), "image": ImageFeature()}
+    features = Features({"messages": List({"role": Value("string"), "content": List(part)})})
+    image = {"bytes": picture(), "path": None}
+    answer = [{"type": "text", "text": "A cat.", "image": None}]
+    rows = []
+    for number in range(3):
+        question = [{"type": "image", "text": None, "image": image}, {"type": "text", "text": f"{number}?", "image": None}]
+        rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    train, _ = load(data_settings(tmp_path / "rows.parquet", ("images",), max_eval_samples=1))
+    assert [row["images"] for row in train] == [[image]] * 2
+    assert train[0]["messages"][0]["content"].startswith("<image>") and train[0]["messages"][1] == ANSWER
+
+
+def test_rows_without_any_image(tmp_path, error_of):
+    """Such as those of `ImageFolder`, whose images are in another column. Next to rows with images they are trained on."""
+    rows = [asked("Hi") | {"file_name": "cat.png"}, asked("Ho") | {"file_name": "dog.png"}]
+    texts = write_rows(tmp_path / "texts.jsonl", rows)
+    message = error_of(load, data_settings(texts, ("images",), max_eval_samples=1))
+    assert message.startswith("--dataset_name: ") and "messages, file_name" in message
+    (tmp_path / "cat.png").write_bytes(picture())
+    with_images = write_rows(tmp_path / "images.jsonl", [row | {"images": ["cat.png"]} for row in rows])
+    train, _ = load(data_settings([texts, with_images], ("images",), max_eval_samples=1, dataset_weights=[0.5, 0.5]))
+    assert sorted({len(row["images"]) for row in train}) == [0, 1]
+
+
 def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
     """An incomplete JPEG has a size, and fails when it is decoded."""
     (tmp_path / "half.jpg").write_bytes(picture(400, 300, "JPEG")[:9000])
@@ -141,9 +170,15 @@ def test_images_of_which_none_is_there(tmp_path, error_of):
     [
         (asked([PART, TEXT]) | {"images": ["https://example.com/cat.png"]}, "https://example.com/cat.png"),
         (asked([PART, PART, TEXT]) | {"images": [as_url(picture())]}, "1 image, and 2 places"),
-        (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 place "),
+        (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 place for"),
+        (asked([PART | {"image": "dog.png"}, TEXT]) | {"images": ["cat.png"]}, "not the same ones (1 and 1)"),
+        (asked(TEXT["text"]) | {"images": ["cat.png"], "image": "dog.png"}, "not the same ones (1 and 1)"),
+        (
+            {"messages": [{"role": "user", "content": "Draw"}, ANSWER | {"content": [PART]}], "images": ["cat.png"]},
+            "an answer has",
+        ),
     ],
-    ids=["address", "too few", "none"],
+    ids=["address", "too few", "none", "other in a part", "other in a column", "in an answer"],
 )
 def test_rows_that_are_refused(tmp_path, error_of, row, word):
     rows = write_rows(tmp_path / "rows.jsonl", [asked("Hi"), asked("Ho"), row])
@@ -166,6 +201,17 @@ def test_batches_are_those_of_trl(processor):
     assert batch.keys() == of_trl.keys() and len(batch["image_grid_thw"]) == 2
     assert all(torch.equal(batch[name], of_trl[name]) for name in batch)
     assert processor.decode(batch["labels"][0][batch["labels"][0] >= 0]).endswith("A cat.<|im_end|>")
+
+
+def test_mark_in_an_answer_is_a_text(processor):
+    """It is neither a place for an image nor one of the tokens of an image."""
+    row = asked("Look") | {"images": [as_url(picture())]}
+    row["messages"][1] = ANSWER | {"content": "Use the `<image>` tag"}
+    converted, _ = examine(row, "images")
+    assert converted["messages"][0]["content"] == "<image>Look"
+    labels = tokens_of_images(converted, processor, training_template(processor.tokenizer))["labels"]
+    assert "Use the `<image>` tag" in processor.decode([label for label in labels if label >= 0])
+    assert len(split_answers(converted)[0]["images"]) == 1
 
 
 def test_pixels_are_limited(processor):
@@ -227,7 +273,7 @@ def test_other_number_of_tokens_than_images(processor, error_of, drops):
     template = texts if drops else training_template(processor.tokenizer)
     row = asked("<image>What is this?" if drops else "<image>What is <|image_pad|>?") | {"images": [image]}
     message = error_of(tokens_of_images, row, processor, template)
-    assert f"<|image_pad|> {0 if drops else 2} times for 1 image" in message and "What is" in message
+    assert f"<|image_pad|> {0 if drops else 2} times for 1 image in" in message and "What is" in message
 
 
 def test_limit_without_effect_is_refused(processor, tmp_path, error_of):

@@ -170,7 +170,8 @@ def shape_of(has: set[str], stored: Features, data: DataSettings) -> Shape:
 
 def cut_texts_of_row(row: dict) -> dict:
     """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
-    return {name: cut_texts(value, MAX_TOOL_LETTERS if name == "tools" else MAX_LETTERS) for name, value in row.items()}
+    texts = without(row, "images")
+    return row | {name: cut_texts(value, MAX_TOOL_LETTERS if name == "tools" else MAX_LETTERS) for name, value in texts.items()}
 
 
 def cut_texts(value: Any, letters: int) -> Any:

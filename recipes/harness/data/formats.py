@@ -57,6 +57,7 @@ KNOWN_KEYS = (
 )  # of a turn of a converted row
 CONVERSATIONS = ("messages", "images", "preference")  # formats whose rows a chat template renders
 NO_ANSWER = "without an answer"
+WITH_IMAGES = ", images"  # in the kind of a conversation
 
 
 def examine(
@@ -183,7 +184,7 @@ def _to_images(row: dict, text_field: str) -> dict:
     converted = _to_messages(row, text_field)
     if "completion" in converted:
         converted = as_messages(converted)
-    found = images.read_images(row.get("images")) or images.read_images(row.get("image")) or images.read_images(of_parts)
+    found = images.images_of(row, of_parts)
     return converted | {"messages": images.place_images(converted["messages"], len(found)), "images": found}
 
 
@@ -460,7 +461,7 @@ def has_untrained_turn(row: dict) -> bool:
 
 
 def kind_of_conversation(row: dict) -> str:
-    """What the turns of a converted row have: "user assistant+calls tool assistant+thought, tools"; "" without turns.
+    """What the turns of a converted row have: "user assistant+calls tool assistant+thought, tools, images"; "" without turns.
 
     Also the names of keys that only some chat templates read: "user+key:name".
     """
@@ -474,7 +475,7 @@ def kind_of_conversation(row: dict) -> str:
         if not turn.get("train", True):
             word += "+untrained"
         words.append("+key:".join([word, *other_keys(turn)]))
-    return " ".join(words) + (", tools" if row.get("tools") else "")
+    return " ".join(words) + (", tools" if row.get("tools") else "") + (WITH_IMAGES if row.get("images") else "")
 
 
 def other_keys(turn: dict) -> list[str]:

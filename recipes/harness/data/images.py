@@ -1,8 +1,8 @@
 """Images of rows: where they are in a conversation, their files, their tokens, and the batches that a model reads.
 
 In a converted row `images` has the bytes or the absolute path of each image, and the contents of `messages` have `<image>` where
-it is. Rows keep both until a batch is made (`ImageCollator`): only then an image is decoded completely, by the process, or the
-worker of its loader, that trains on it.
+it is; in an answer `<image>` is a text. Rows keep both until a batch is made (`ImageCollator`): only then an image is decoded
+completely, by the process, or the worker of its loader, that trains on it.
 """
 
 import base64
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.batches import IGNORED
-from harness.data.turns import CONTENT, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json
+from harness.data.turns import CONTENT, ROLES, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json, role_of
 from harness.messages import UserError, plural
 
 import PIL.Image
@@ -28,7 +28,10 @@ AREA = 64 * 64  # a `size` of a processor below it is a length, others count pix
 
 
 def mark_parts(value: Any, found: list) -> Any:
-    """Turns in which image parts are texts, IMAGE. Images that the parts themselves have are added to `found`."""
+    """Turns in which image parts are texts, IMAGE. Images that the parts themselves have are added to `found`.
+
+    Raises RefusedRow for an answer with an image part.
+    """
     turns = read_json(value)
     if isinstance(turns, list):
         turns = [read_json(turn) for turn in turns]
@@ -38,13 +41,21 @@ def mark_parts(value: Any, found: list) -> Any:
     for turn in turns:
         for key in CONTENT:
             if isinstance(turn.get(key), list):
+                if ROLES[role_of(turn)] == "assistant" and any(map(_is_image, turn[key])):
+                    raise RefusedRow(
+                        "an answer has an image, and a model learns to write texts only: delete the row or the image"
+                    )
                 turn = turn | {key: [_mark_part(part, found) for part in turn[key]]}
         marked.append(turn)
     return marked
 
 
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in PARTS
+
+
 def _mark_part(part: Any, found: list) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in PARTS:
+    if not _is_image(part):
         return part
     image = next((part[key] for key in KEYS_OF_PART if part.get(key)), None)
     if isinstance(image, dict) and "url" in image:  # OpenAI's form
@@ -52,6 +63,17 @@ def _mark_part(part: Any, found: list) -> Any:
     if image is not None:
         found.append(image)
     return {"type": "text", "text": IMAGE}
+
+
+def images_of(row: dict, of_parts: list) -> list[dict]:
+    """The images of a row, in one of its columns or in parts of its messages. Raises RefusedRow if two of these differ."""
+    found = [images for images in map(read_images, (row.get("images"), row.get("image"), of_parts)) if images]
+    if any(images != found[0] for images in found):
+        raise RefusedRow(
+            "two of its column images, its column image and the parts of its messages have images, and not the same ones "
+            f"({' and '.join(str(len(images)) for images in found)}): keep one of them, or rename a column with --column_map"
+        )
+    return found[0] if found else []
 
 
 def read_images(value: Any) -> list[dict]:
@@ -83,14 +105,18 @@ def place_images(turns: list[dict], count: int) -> list[dict]:
     if marks or first is None:
         raise RefusedRow(
             f"it has {plural(count, 'image')}, and {plural(marks, 'place')} for one in its messages (parts of the type image, "
-            f"or {IMAGE} in a text): write one place for each image"
+            f"or {IMAGE} in a text that is no answer): write one place for each image"
         )
     turn = turns[first] | {"content": IMAGE * count + turns[first]["content"]}
     return [*turns[:first], turn, *turns[first + 1 :]]
 
 
 def count_marks(turns: list[dict]) -> int:
-    return sum(turn["content"].count(IMAGE) for turn in turns)
+    return sum(len(_texts_around_marks(turn)) - 1 for turn in turns)
+
+
+def _texts_around_marks(turn: dict) -> list[str]:
+    return [turn["content"]] if turn["role"] == "assistant" else turn["content"].split(IMAGE)
 
 
 def find_file(image: dict, folder: str) -> str:
@@ -172,7 +198,7 @@ def as_parts(turns: list[dict]) -> list[dict]:
     changed = []
     for turn in turns:
         parts = []
-        for index, text in enumerate(turn["content"].split(IMAGE)):
+        for index, text in enumerate(_texts_around_marks(turn)):
             parts += [{"type": "image"}] if index else []
             parts += [{"type": "text", "text": text}] if text else []
         changed.append(turn | {"content": parts})

@@ -4,7 +4,6 @@ Every row is read and converted once, to a row with FACTS (see conversion.py); t
 memory the first process does it, and the others read the result from the cache of `datasets`.
 """
 
-import copy
 import itertools
 import re
 from collections import defaultdict
@@ -101,6 +100,7 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
         raise UserError("--dataset_name is missing: pass a Hub ID, a folder or a file")
     opened = [open_source(data, source, keep) for source in data.sources]
     check_same_kind(opened)
+    check_has_images(opened)
     if data.check_conversations and is_first_process():
         for one in opened:  # of small files, and of the first rows of streams, this was checked before the run
             if isinstance(one.rows, Dataset) and one.conversion.format and not reading.is_small(one.source.name):
@@ -217,23 +217,19 @@ def open_dataset(source: Source, streaming: bool) -> dict[str, Rows]:
     return reading.open_splits(source.name, source.config, streaming, source.text_rows)
 
 
-def without_decoding(rows: Rows, keeps_lists: bool) -> Rows:
+def without_decoding(rows: Rows, keeps_nested: bool) -> Rows:
     """Rows whose images, audio and videos stay as they are: a recipe for texts needs none, and they can be URLs to request.
 
-    `keeps_lists`: also lists of them, which `datasets` copies to change how they are read.
+    `keeps_nested`: also in lists and objects, which `datasets` copies to change how they are read.
     """
     for name, feature in (features_of(rows) or {}).items():
         if not require_decoding(feature) or "Json(" in repr(feature):
             continue
         if isinstance(rows, IterableDataset):
             return rows.decode(False)
-        feature = copy.deepcopy(feature)
-        of_list = getattr(feature, "feature", None)
-        decoded = of_list if keeps_lists and hasattr(of_list, "decode") else feature
-        if hasattr(decoded, "decode"):
-            decoded.decode = False
-            rows = rows.cast_column(name, feature)
-        else:  # a list of them
+        if keeps_nested or hasattr(feature, "decode"):
+            rows = rows.cast_column(name, rows.to_iterable_dataset().decode(False).features[name])
+        else:
             rows = rows.remove_columns(name)
     return rows
 
@@ -377,6 +373,20 @@ def check_same_kind(opened: list[Opened]) -> None:
                 f"--dataset_name: {opened[0].name} and {one.name} have different columns: all datasets of a run need the same "
                 "columns"
             )
+
+
+def check_has_images(opened: list[Opened]) -> None:
+    """Raises UserError if a recipe for images would train on texts only, because no row has an image where one is read from."""
+    columns = []
+    for one in opened:
+        if one.conversion.format != "images" or any(formats.WITH_IMAGES in kind for kind in one.facts[KIND]):
+            return
+        columns.append(f"{one.name} has the columns {', '.join(one.first.columns)}")
+    raise UserError(
+        f"--dataset_name: no row that can be used has an image: {'; '.join(columns)}. Images are read from a column images or "
+        "image, and from parts of the type image. If a column has another name: "
+        """--column_map '{"COLUMN": "images"}'. To train on texts, use another recipe"""
+    )
 
 
 def check_same_format(found: list[tuple[str, str]]) -> None:

@@ -46,7 +46,8 @@ def main(*words: str) -> None:
         if not line.strip():
             turns = list(start)
         elif is_chat:
-            line = line.replace(IMAGE, "image")
+            if images:
+                line = line.replace(IMAGE, "image")
             turns.append({"role": "user", "content": line if len(turns) > len(start) else IMAGE * len(images) + line})
             if images:
                 inputs = encode_with_images(processor, turns, images, options)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import formats, images
+from harness.data.reading import absolute_name
 from harness.data.sources import DataSettings, Source
 from harness.data.turns import RefusedRow, is_nothing, without
 from harness.messages import UserError
@@ -40,7 +41,7 @@ class Conversion:
     text_field: str
     column_map: dict[str, str] | None
     structs: tuple[str, ...]  # columns that are Arrow structs, whose rows have null for every key that another row has
-    folder: str = ""  # of the dataset, to which the paths of images are relative if its rows are of no text file
+    folder: str = ""  # of the dataset, to which paths of images are relative if its rows are of no text file; "" for the Hub
     template_arguments: dict[str, Any] | None = None  # --chat_template_kwargs
     keep: Callable[[dict], bool] | None = None  # of `load`: a function of a row; False: the row is skipped
 
@@ -90,7 +91,9 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
         raise UserError(f"{place}: {error}") from error
     except Exception as error:  # whatever a row can hold, or `keep` of the recipe does
         advice = "correct or delete it" + (", or correct `keep` of the recipe" if conversion.keep else "")
-        raise UserError(f"{place}: this row cannot be converted ({type(error).__name__}: {error}): {advice}") from error
+        raise UserError(
+            f"{place}: this row cannot be converted ({type(error).__name__}: {str(error)[:200]}): {advice}"
+        ) from error
 
 
 def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion) -> list[tuple | None]:
@@ -211,8 +214,8 @@ def find_conversion(
     first = list(itertools.islice(rows, ROWS_TO_CHECK))
     if not first:
         raise UserError(f"dataset {source.display_name}: it is empty: no rows in {source.train_split}")
-    path = Path(source.name).absolute()
-    folder = str(path if path.is_dir() else path.parent)
+    path = Path(absolute_name(source.name))
+    folder = str(path if path.is_dir() else path.parent) if path.is_absolute() else ""
     names = dict.fromkeys(features or ())
     for _, row in first:
         names |= dict.fromkeys(row)

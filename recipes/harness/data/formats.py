@@ -184,7 +184,7 @@ def _to_images(row: dict, text_field: str) -> dict:
     converted = _to_messages(row, text_field)
     if "completion" in converted:
         converted = as_messages(converted)
-    found = images.images_of(row, of_parts)
+    found = images.read_row(row, of_parts)
     return converted | {"messages": images.place_images(converted["messages"], len(found)), "images": found}
 
 

@@ -6,8 +6,10 @@ completely, by the process, or the worker of its loader, that trains on it.
 """
 
 import base64
+import contextlib
 import functools
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ PARTS = ("image", "image_url", "input_image")  # types of parts of a content
 KEYS_OF_PART = ("image", "path", "url", "image_url")  # under which a part itself has its image
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # of EXIF: how a camera was held
 AREA = 64 * 64  # a `size` of a processor below it is a length, others count pixels; no --max_pixels is smaller
+MOST_RATIO = 200  # of the sides of an image; Qwen's processors fail above
+MOST_GREY = 65_535  # of 16 bits
+LONGEST_NAME = 250  # of files; what is longer and has no suffix is base64
+SHOWN_LETTERS = 100  # of a name, or of a reason of Pillow
 
 
 def mark_parts(value: Any, found: list) -> Any:
@@ -41,22 +47,16 @@ def mark_parts(value: Any, found: list) -> Any:
     for turn in turns:
         for key in CONTENT:
             if isinstance(turn.get(key), list):
-                if ROLES[role_of(turn)] == "assistant" and any(map(_is_image, turn[key])):
-                    raise RefusedRow(
-                        "an answer has an image, and a model learns to write texts only: delete the row or the image"
-                    )
-                turn = turn | {key: [_mark_part(part, found) for part in turn[key]]}
+                turn = turn | {key: [_mark_part(part, found, ROLES[role_of(turn)]) for part in turn[key]]}
         marked.append(turn)
     return marked
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in PARTS
-
-
-def _mark_part(part: Any, found: list) -> Any:
-    if not _is_image(part):
+def _mark_part(part: Any, found: list, role: str) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in PARTS:
         return part
+    if role == "assistant":
+        raise RefusedRow("an answer has an image, and a model learns to write texts only: delete the row, or the image")
     image = next((part[key] for key in KEYS_OF_PART if part.get(key)), None)
     if isinstance(image, dict) and "url" in image:  # OpenAI's form
         image = image["url"]
@@ -65,7 +65,7 @@ def _mark_part(part: Any, found: list) -> Any:
     return {"type": "text", "text": IMAGE}
 
 
-def images_of(row: dict, of_parts: list) -> list[dict]:
+def read_row(row: dict, of_parts: list) -> list[dict]:
     """The images of a row, in one of its columns or in parts of its messages. Raises RefusedRow if two of these differ."""
     found = [images for images in map(read_images, (row.get("images"), row.get("image"), of_parts)) if images]
     if any(images != found[0] for images in found):
@@ -81,12 +81,18 @@ def read_images(value: Any) -> list[dict]:
     value = read_json(value)
     if is_nothing(value):
         return []
-    return [_read_image(image) for image in (value if isinstance(value, list) else [value])]
+    value = value if isinstance(value, list) else [value]
+    return [_read_image(image) for image in value if not is_nothing(image)]
 
 
 def _read_image(image: Any) -> dict:
     if isinstance(image, str) and image.startswith("data:"):
-        image = base64.b64decode(image.partition(",")[2])
+        try:
+            image = base64.b64decode(image.partition(",")[2])
+        except ValueError as error:
+            raise SkippedRow("with an image whose data: URL is no base64") from error
+    if isinstance(image, str) and len(image) > LONGEST_NAME and "." not in image:
+        raise SkippedRow("with an image in base64 without data:image/png;base64, in front")
     if isinstance(image, str):
         return {"bytes": None, "path": image.removeprefix("file://")}
     if isinstance(image, bytes):
@@ -122,22 +128,40 @@ def _texts_around_marks(turn: dict) -> list[str]:
 def find_file(image: dict, folder: str) -> str:
     """Makes the path of an image absolute. Returns why its row is skipped, "" if the image can be read.
 
-    `folder`: to which paths are relative. Raises RefusedRow for a remote image.
+    `folder`: to which paths are relative; "" for a dataset of the Hub. Raises RefusedRow for a remote image.
     """
-    name = image["path"]
-    if image["bytes"] is None and "://" in name:
-        raise RefusedRow(f"the image {name} is an address, and a run downloads none: download it, and write the path of the file")
+    name = (image["path"] or "in the dataset")[:SHOWN_LETTERS]
     if image["bytes"] is None:
-        image["path"] = str(Path(folder, Path(name).expanduser()))
-        if not Path(image["path"]).is_file():
+        if "://" in name:
+            raise RefusedRow(
+                f"the image {name} is an address, and a run downloads none: download it, and write the path of the file"
+            )
+        path = Path(folder, Path(image["path"]).expanduser())
+        if not path.is_absolute():
+            raise RefusedRow(
+                f"the image {name} is a file in a repository of the Hub, and a run downloads rows only: download the repository, "
+                "and pass its folder as --dataset_name"
+            )
+        if not path.is_file():
             return f"whose image {name} does not exist"
+        image["path"] = str(path)
     try:
-        with open_image(image) as opened:
+        with PIL.Image.open(_file_of(image)) as opened:
+            if max(opened.size) > MOST_RATIO * min(opened.size):
+                raise ValueError(f"one side is more than {MOST_RATIO} times the other")
             opened.draft("L", (1, 1))  # a JPEG is decoded at an eighth of its size, which finds an incomplete one too
             opened.load()
-    except Exception:  # a file can be broken in any way
-        return f"whose image {name or 'in the dataset'} cannot be read"
+            if opened.mode == "F" or (opened.mode == "I" and opened.getextrema()[1] > MOST_GREY):
+                raise ValueError("32 bits a pixel")
+    except PIL.UnidentifiedImageError:
+        return f"whose image {name} cannot be read: convert it to JPEG or PNG"
+    except Exception as error:  # a file can be broken in any way
+        return f"whose image {name} cannot be read: {str(error)[:SHOWN_LETTERS]}"
     return ""
+
+
+def _file_of(image: dict) -> Any:
+    return image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
 
 
 def version_of(image: dict, folder: str) -> tuple[int, int] | None:
@@ -151,28 +175,31 @@ def version_of(image: dict, folder: str) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def open_image(image: dict) -> PIL.Image.Image:
+@contextlib.contextmanager
+def open_image(image: dict) -> Iterator[PIL.Image.Image]:
     """The image without its pixels, which are read when they are needed."""
-    return PIL.Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"]))
+    try:
+        with PIL.Image.open(_file_of(image)) as opened:
+            yield opened
+    except OSError as error:  # it could be read when the run began
+        raise UserError(
+            f"--dataset_name: the image {image['path']} can no longer be read ({error}): restore the file, and start the same "
+            "command again"
+        ) from error
 
 
 def size_of(image: dict) -> tuple[int, int]:
     """Width and height, upright."""
     with open_image(image) as opened:
         width, height = opened.size
-        return (height, width) if opened.getexif().get(ORIENTATION) in SIDEWAYS else (width, height)
+        is_sideways = opened.format != "TIFF" and opened.getexif().get(ORIENTATION) in SIDEWAYS  # Pillow turns a TIFF itself
+    return (height, width) if is_sideways else (width, height)
 
 
 def decode(image: dict) -> PIL.Image.Image:
     """The pixels, upright, in three colours of 8 bits, and white where they are transparent."""
-    try:
-        with open_image(image) as opened:
-            upright = PIL.ImageOps.exif_transpose(opened)
-    except OSError as error:  # it could be read when the run began
-        raise UserError(
-            f"--dataset_name: the image {image['path']} can no longer be read ({error}): restore the file, and start the same "
-            "command again, which resumes from the last checkpoint"
-        ) from error
+    with open_image(image) as opened:
+        upright = PIL.ImageOps.exif_transpose(opened)
     if upright.mode.startswith("I"):  # grey with 16 bits, of which Pillow would cut what is above 255
         grey = upright.convert("I").point(lambda value: value / 256).convert("L")
         return PIL.Image.merge("RGB", [grey] * 3)

@@ -252,8 +252,8 @@ def check_images_of_all_rows(trainer: Trainer) -> None:
 def report_dropped_rows(trainer: Trainer) -> None:
     """Prints how many of the rows that `load` has returned a trainer does not use, for example because they are too long.
 
-    TRL's trainers for pairs do, and recipes with DistillationTrainer. For others a recipe tokenizes, and may make several rows of
-    one, or one of several.
+    TRL's trainers for pairs drop rows, and so do recipes with DistillationTrainer. For others a recipe tokenizes, and may make
+    several rows of one, or one of several.
     """
     summary = folder.read_json(Path(trainer.args.output_dir, folder.DATA))
     args = trainer.args
@@ -269,7 +269,7 @@ def report_dropped_rows(trainer: Trainer) -> None:
         missing = loaded - len(rows)
         if missing == loaded and limit:
             raise UserError(f"--max_length: none of the {loaded:,} {kind} rows can be used: {reason}: pass a larger --max_length")
-        if missing > 0:
+        if 0 < missing < loaded:  # of none left, `check_trainer` raises an error
             print_once(f"warning: {missing:,} of {loaded:,} {kind} rows are not used: {reason}.")
 
 

@@ -83,6 +83,10 @@ def test_empty_images_are_none(value):
     assert [image["path"] for image in converted["images"]] == value[1:]
 
 
+def test_list_in_a_list_is_named():
+    assert examine(ASKED | {"images": [["cat.png"]]}, "images")[1].endswith("but a list")
+
+
 def test_image_that_is_gone(tmp_path):
     """While a run trains, or before its model is verified."""
     image = {"bytes": None, "path": str(tmp_path / "cat.png")}

@@ -99,7 +99,7 @@ def _read_image(image: Any) -> dict:
         return {"bytes": image, "path": None}
     if isinstance(image, dict) and (image.get("bytes") or image.get("path")):
         return {"bytes": image.get("bytes"), "path": image.get("path")}
-    raise SkippedRow("with an image that is neither a path nor the bytes of a file")
+    raise SkippedRow(f"with an image that is neither a path nor the bytes of a file, but a {type(image).__name__}")
 
 
 def place_images(turns: list[dict], count: int) -> list[dict]:

@@ -210,13 +210,12 @@ def test_gguf_file(rehearse, tmp_path, table, error_of, gguf_python, monkeypatch
     changed = template.replace("<|im_start|>", "<|im_start|> ", 1)
     assert failed(table(run, write(template=changed))[1]) == ["prompts with the trained tokens"]
 
-    with monkeypatch.context() as patched:
-        patched.delattr(verify, "load_model")  # for these, no model is loaded
-        assert "qwen3" in error_of(verify.main, str(run), str(write(architecture="qwen3")))
-        assert "not compared" in error_of(verify.main, str(run), str(write(architecture="nothing")))
-        other.write_bytes(b"nothing")
-        assert "not a GGUF file" in error_of(verify.main, str(run), str(other))
+    assert "qwen3" in error_of(verify.main, str(run), str(write(architecture="qwen3")))
+    assert "not compared" in error_of(verify.main, str(run), str(write(architecture="nothing")))
     assert "not compared" in error_of(verify.main, str(run), str(write(kind="I8")))
     assert "lack 1 weight" in error_of(verify.main, str(run), str(write(weights={k: v for k, v in weights.items() if k != name})))
+    monkeypatch.delattr(verify, "load_model")  # the file is read first
     other.write_bytes(write().read_bytes()[:-100_000])
     assert "other.gguf is incomplete" in error_of(verify.main, str(run), str(other))
+    other.write_bytes(b"nothing")
+    assert "not a GGUF file" in error_of(verify.main, str(run), str(other))

@@ -1,8 +1,6 @@
 """A model that llama.cpp has converted to a GGUF file, for --verify."""
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,52 +39,38 @@ def load_tokenizer_of(reader: Any, run: Path) -> Any:
     return tokenizer
 
 
-@contextlib.contextmanager
-def gguf_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"{file}: transformers cannot read this architecture or quantization, so it is not compared: {error}"
-        ) from error
-
-
-def read_settings(file: Path, trained: Any) -> dict[str, Any]:
-    """The settings of the model in a GGUF file, as transformers names them. `trained`: the config of the run's model."""
-    from transformers import PreTrainedConfig
-
-    with gguf_errors(file):
-        settings, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=str(file.absolute()))
-    expected = trained.get_text_config().model_type
-    if settings["model_type"] != expected:
-        raise UserError(f"{file} has the architecture {settings['model_type']}, but the run has trained {expected}")
-    return settings
-
-
-def load_gguf(file: Path, settings: dict[str, Any], trained: Any) -> Any:
+def load_gguf(file: Path, trained: Any) -> Any:
     """The model in a GGUF file, its weights in the dtype of `trained`, on the GPUs of this machine or on its CPU.
 
-    `trained`: the config of the model that was trained. The file's `settings` replace its settings, so that a wrong one changes
-    the loss. transformers reads only some: not how positions are scaled, for example.
+    `trained`: the config of the model that was trained. The file's settings replace its settings, so that a wrong one changes the
+    loss. transformers reads only some: not how positions are scaled, for example.
     """
     from harness.model.weight_files import check_found
 
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig
 
     config = copy.deepcopy(trained.get_text_config())
+    options: dict[str, Any] = {"gguf_file": str(file.absolute())}
     vars(config).pop("quantization_config", None)  # after QLoRA
-    positions = settings.pop("rope_parameters", {})
-    if "rope_theta" in settings:
-        positions["rope_theta"] = settings.pop("rope_theta")
-    options: dict[str, Any] = {"gguf_file": str(file.absolute()), "quantization_config": GgufConfig(dequantize=True)}
-    options["device_map"] = "auto" if torch.cuda.is_available() else {"": "cpu"}
-    with gguf_errors(file):
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(file.parent, **options)
+        if settings["model_type"] != config.model_type:
+            raise UserError(f"{file} has the architecture {settings['model_type']}, but the run has trained {config.model_type}")
+        positions = settings.pop("rope_parameters", {})
+        if "rope_theta" in settings:
+            positions["rope_theta"] = settings.pop("rope_theta")
         config.update(settings)
         if "rope_theta" in (getattr(config, "rope_parameters", None) or {}):
             config.rope_parameters |= positions
+        options["quantization_config"] = GgufConfig(dequantize=True)
+        options["device_map"] = "auto" if torch.cuda.is_available() else {"": "cpu"}
         model, found = AutoModelForCausalLM.from_pretrained(
             file.parent, config=config, dtype=config.dtype, output_loading_info=True, **options
         )
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"{file}: transformers cannot read this architecture or quantization, so it is not compared: {error}"
+        ) from error
     check_found(found, str(file))
     return model.eval()

@@ -43,7 +43,7 @@ def load_model(folder: Path) -> Any:
     import torch
     import transformers
     from peft import PeftModel
-    from transformers import BitsAndBytesConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     is_adapter = (folder / "adapter_config.json").is_file()
     if not is_adapter and ((folder / SHARDED).is_dir() or not (folder / "config.json").is_file()):
@@ -55,19 +55,21 @@ def load_model(folder: Path) -> Any:
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    base, revision = base_of_saved(folder)
-    options: dict[str, Any] = {"device_map": "auto", "dtype": "auto", "revision": revision}
+    base, options = str(folder), {"device_map": "auto", "dtype": "auto"}
     if is_adapter:
-        results = read_json(folder / RESULTS)
-        if results.get("quantization") and not results.get("quantized_weights"):
+        settings, results = read_adapter_settings(folder), read_json(folder / RESULTS)
+        base, options["revision"] = settings.base_model_name_or_path, settings.revision or "main"
+        if results.get("quantized_weights"):
+            base, options["revision"] = str(find_quantized_weights(results)), "main"
+        elif results.get("quantization"):
             options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
             options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
     if not torch.cuda.is_available():
         options["device_map"] = {"": "cpu"}
         keep_4bit_layout()
         use_no_gpu_kernels()
-    config = load_config(folder)
     with hub_errors("model", base):
+        config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
         model, found = class_of_model(config).from_pretrained(base, output_loading_info=True, **options)
     check_found(found, base)
     if is_adapter:
@@ -75,25 +77,6 @@ def load_model(folder: Path) -> Any:
             model = PeftModel.from_pretrained(model, folder)
             check_adapter_weights(model, folder)
     return model.eval()
-
-
-def base_of_saved(folder: Path) -> tuple[str, str]:
-    """The name and the revision of the model in a folder; of an adapter those of the model that it was trained on."""
-    if not (folder / "adapter_config.json").is_file():
-        return str(folder), "main"
-    settings, results = read_adapter_settings(folder), read_json(folder / RESULTS)
-    if results.get("quantized_weights"):
-        return str(find_quantized_weights(results)), "main"
-    return settings.base_model_name_or_path, settings.revision or "main"
-
-
-def load_config(folder: Path) -> Any:
-    """The config of the model in a folder, of an adapter that of its base model."""
-    from transformers import AutoConfig
-
-    base, revision = base_of_saved(folder)
-    with hub_errors("model", base):
-        return AutoConfig.from_pretrained(base, revision=revision)
 
 
 def find_quantized_weights(results: dict[str, Any]) -> Path:

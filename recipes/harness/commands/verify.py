@@ -19,9 +19,9 @@ from typing import Any
 from harness.batches import IGNORED
 from harness.commands import arguments
 from harness.commands.documents import documents_of
-from harness.commands.gguf import is_quantized, load_gguf, load_tokenizer_of, read_gguf, read_settings
+from harness.commands.gguf import is_quantized, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
-from harness.commands.saved import load_config, load_model, load_saved_processor, load_saved_tokenizer
+from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, as_parts, count_marks, with_image_tokens
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
@@ -62,19 +62,17 @@ def main(*words: str) -> int:
     other = parsed.model or (merged if merged.is_dir() else None)
     if other and other.is_file() and has_images(held_out):
         raise UserError(f"{other}: transformers reads no images with a GGUF file, and the run was evaluated on rows with images")
+    file = read_gguf(other) if other and other.is_file() else None  # first: to load and measure the run's model takes minutes
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        if other and other.is_file():  # first: to load and measure the run's model takes minutes
-            file = read_gguf(other)
-            settings = read_settings(other, load_config(run))
         model = load_model(run)
         saved, config = measure(model, held_out, run), model.config
         del model  # before the other one is loaded
         checks = check_loss(run, saved, held_out, TOLERANCE) + check_prompts(run, held_out, partial(load_saved_tokenizer, run))
         if other and other.resolve() != run.resolve():
-            if other.is_file():
+            if file:
                 quantized, load_tokenizer = is_quantized(file), partial(load_tokenizer_of, file, run)
-                model = load_gguf(other, settings, config)
+                model = load_gguf(other, config)
             else:
                 model, load_tokenizer = load_model(other), partial(load_saved_tokenizer, other)
                 quantized = getattr(model.config, "quantization_config", None) is not None

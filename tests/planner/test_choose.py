@@ -18,7 +18,7 @@ from planner.grid import Grid, Option, given_flags, make_grid
 from planner.hardware import Gpu
 from planner.ledger import Counts, Peak
 from planner.machines import Machine
-from planner.simulation import Refused, prepare_plan
+from planner.simulation import PlannedRecipe, Refused
 from planner.values import values_of_recipe
 
 import pytest
@@ -342,7 +342,7 @@ def test_layers_that_a_gpu_cannot_compile_are_not_simulated(without_triton):
     run = Run("recipe.py", gpu=GpuFeatures([], no_triton="" if without_triton else "a T4"))
     training_args = SFTConfig(torch_compile=True, use_cpu=True, bf16=False, **without_triton)
     with pytest.raises(UserError, match="--torch_compile needs Triton"):
-        prepare_plan(run, (ScriptArguments(), training_args, ModelConfig("not/loaded")))
+        PlannedRecipe(run).prepare((ScriptArguments(), training_args, ModelConfig("not/loaded")))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 HARNESS = ROOT / "recipes/harness"
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [
-    ["signals", "launched", "messages", "instead", "restarts"],
+    ["signals", "launched", "messages", "instead", "restarts", "torchvision_operators"],
     ["compat", "batches", "exchange"],
     ["configs", "folder", "hub", "runs"],
     ["nodes"],

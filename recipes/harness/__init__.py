@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from harness import launched
-from harness.compat.torchvision import BeforeTorchvision
+from harness import launched, torchvision_operators
 from harness.messages import UserError, exit_on_user_error
 
 launched.begin()
-BeforeTorchvision.install()
+torchvision_operators.install()  # in an environment that launch.sh has not made
 # On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.

@@ -34,7 +34,6 @@ TESTED_ELSEWHERE = {
     "add_overrides": "run/test_batches.py::test_one_of_two_processes_cannot_read",
     "attention_of": "recipes/test_smoke.py::test_pair_trains_and_saves_a_model",
     "build_from_config": "commands/test_preview.py::test_every_recipe",
-    "define_operators": "data/test_images.py::test_batches_are_those_of_trl",
     "gather_once_per_step": "run/test_sharding.py::test_weights_that_stay_gathered",
     "generate_in_evaluation_mode": "recipes/test_rewards.py::test_reward_rises",
     "generate_on": "run/test_outputs.py::test_samples_of_an_adapter_with_offload",

@@ -6,6 +6,7 @@ It looks at Python and the NVIDIA driver first.
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import write_constraints
@@ -77,6 +78,14 @@ def test_install_once_and_after_changes(clone, tmp_path, monkeypatch):
     python.unlink()
     assert installs in call("--install").stderr and python.exists()
     assert ran(tmp_path) == []
+
+
+def test_environment_in_which_any_program_can_import_transformers():
+    """Also one with a torchvision of another build than PyTorch's."""
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("the tests run in an environment that launch.sh has not made")
+    program = "import torchvision; from transformers import Qwen2ForCausalLM"
+    subprocess.run([sys.executable, "-P", "-c", program], cwd="/", check=True, timeout=120)
 
 
 def test_python_without_venv_is_an_error(clone, tmp_path):

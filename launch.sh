@@ -212,17 +212,19 @@ install_requirements() {
   [[ -z $index ]] || index_option=(--extra-index-url "$index")
   "${pip[@]}" -r "$here/requirements.txt" -c "$here/constraints.txt" "${index_option[@]}" >&2 ||
     fail "the installation did not finish, see above: run the same command again to continue it"
-  "$python" -c 'import torchvision' 2>/dev/null || make_torchvision_importable
+  make_torchvision_importable
   # Imports what a run needs, a quarter of all modules, and so compiles it once. The processes of a run would each do that.
   env -u PYTHONDONTWRITEBYTECODE "$python" -c \
     'import harness.start.training' >/dev/null 2>&1 || true
   wanted >"$here/.venv/installed.txt"
 }
 
-# Else transformers cannot be imported in .venv, by whatever program: see the file.
+# Without it, no program in .venv can import transformers where torchvision is of another build than torch. The file says why.
 make_torchvision_importable() {
   local site
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  rm -f -- "$site"/torchvision_operators.*
+  "$python" -c 'import torchvision' 2>/dev/null && return
   cp -- "$here/recipes/harness/torchvision_operators.py" "$site"
   printf 'import torchvision_operators; torchvision_operators.install()\n' >"$site/torchvision_operators.pth"
 }

@@ -30,7 +30,7 @@ slow = pytest.mark.skipif("TEST_ALL" not in os.environ, reason="runs with TEST_A
 sys.path.insert(0, str(ROOT / "recipes"))
 # Before torch is imported, here and in what the tests start: with several test processes per core, threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-importlib.import_module("harness")  # before transformers, which imports torchvision: see torchvision_operators.py there
+importlib.import_module("harness")  # before transformers, which imports torchvision: see recipes/harness/torchvision_operators.py
 # The table of all recipes, and its rows: recipe, config, number of processes, sharded or not.
 TABLE = (ROOT / "docs/which-recipe.md").read_text()
 TABLE_PAIRS = [

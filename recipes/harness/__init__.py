@@ -1,4 +1,5 @@
-"""The functions that a recipe calls: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`; with images also two others.
+"""The functions that a recipe calls: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`,
+and for images `load_processor` and `image_collator`.
 
 Importing this package is cheap: torch and the other libraries are imported by the first call.
 """

@@ -66,7 +66,7 @@ def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_p
     from transformers import CONFIG_MAPPING
 
     if Path(model).is_dir():
-        check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")))
+        check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")), flag)
         file = str(Path(model, "config.json"))
         if not Path(file).is_file():
             raise UserError(f"{flag}: {model} has no config.json, so it is not a model folder")
@@ -79,7 +79,7 @@ def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_p
                 info = HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
                 if "adapter_config.json" in [file.rfilename for file in info.siblings]:
                     adapter = hf_hub_download(model, "adapter_config.json", revision=revision)
-                    check_is_no_adapter(model, read_json(Path(adapter)))
+                    check_is_no_adapter(model, read_json(Path(adapter)), flag)
                 file = hf_hub_download(model, "config.json", revision=revision)
     config = read_json(Path(file))
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
@@ -94,7 +94,7 @@ def commit_of(model: str, revision: str) -> str:
     return Path(file).parent.name if isinstance(file, str) else revision
 
 
-def check_is_no_adapter(model: str, settings: dict) -> None:
+def check_is_no_adapter(model: str, settings: dict, flag: str) -> None:
     """Raises UserError for an adapter: transformers would load its base model too, and train neither. `settings`: its JSON."""
     if not settings:
         return
@@ -102,7 +102,7 @@ def check_is_no_adapter(model: str, settings: dict) -> None:
     if Path(model).is_dir():
         merge = f", or the folder that ./launch.sh --merge {model} writes. --chat, --merge and --verify take the adapter itself"
     base = settings.get("base_model_name_or_path")
-    raise UserError(f"--model_name_or_path: {model} is an adapter: pass its base model, {base}{merge}")
+    raise UserError(f"{flag}: {model} is an adapter: pass its base model, {base}{merge}")
 
 
 @contextlib.contextmanager

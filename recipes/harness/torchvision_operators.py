@@ -39,8 +39,8 @@ class TorchvisionFinder:
 def install() -> None:
     """Does nothing unless torchvision is installed, and for another build than that of torch. Does not import torch."""
     try:
-        builds = [importlib.metadata.version(name).partition("+")[2] for name in ("torch", "torchvision")]
+        of_torch, of_torchvision = (importlib.metadata.version(name).partition("+")[2] for name in ("torch", "torchvision"))
     except importlib.metadata.PackageNotFoundError:
         return
-    if builds[0] == "cpu" != builds[1]:
+    if of_torch == "cpu" and of_torchvision != "cpu":
         sys.meta_path.insert(0, TorchvisionFinder)

@@ -49,7 +49,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     if processor:
         processor.save_pretrained(folder)
     elif "images" in data.formats:
-        raise UserError(f"--model_name_or_path: {name} has no files of a processor that reads images, or its config no such part")
+        raise UserError(f"--model_name_or_path: {name} reads no images: pass a model that does, or use a recipe for texts")
     datasets = [source.name for source in data.sources if source.name]
     planned = {"model": name, "datasets": datasets, "streaming": data.streaming}
     write_json(folder / PLANNED, planned)

@@ -5,6 +5,7 @@ import copy
 import io
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 from harness.data.chat_templates import check_conversations, fit_template, training_template
 from harness.data.checking import check_dataset
@@ -124,6 +125,18 @@ def test_rows_without_any_image(tmp_path, error_of):
     assert sorted({len(row["images"]) for row in train}) == [0, 1]
 
 
+def test_first_rows_without_an_image(tmp_path, capsys, error_of):
+    """Others can have some; in a small file the cause is that they cannot be read."""
+    rows = [asked(f"Hi {number}") | {"images": ["cat.png"] if number > 50 else []} for number in range(60)]
+    settings = data_settings(write_rows(tmp_path / "rows.jsonl", rows), ("images",), max_eval_samples=1)
+    assert "no row with an image can be used; the first one is a row whose image cat.png" in error_of(load, settings)
+    (tmp_path / "cat.png").write_bytes(picture())
+    capsys.readouterr()
+    with mock.patch("harness.data.reading.SMALL", 0):
+        load(settings.take(40))
+    assert "none of the first rows has an image" in capsys.readouterr().out
+
+
 def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
     """An incomplete JPEG has a size, and fails when it is decoded."""
     (tmp_path / "half.jpg").write_bytes(picture(400, 300, "JPEG")[:9000])
@@ -142,21 +155,22 @@ def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
 
 
 def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
-    """Paths in a Parquet file. Rows that are trained on already would be others, if there were one less."""
-    rows = []
+    """Paths in a Parquet file, not in its first rows. With one row less, those that are trained on already would be others."""
+    rows = [asked(f"Hi {number}") | {"images": []} for number in range(20)]
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(picture())
         rows.append(asked(f"What is {number}?") | {"images": [str(tmp_path / f"{number}.png")]})
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     settings = data_settings(tmp_path / "rows.parquet", ("images",), max_eval_samples=1, output_dir=str(tmp_path / "run"))
-    assert sum(map(len, load(settings))) == 4
+    assert sum(map(len, load(settings))) == 24
     (tmp_path / "0.png").unlink()
-    assert sum(map(len, load(settings))) == 3
+    assert sum(map(len, load(settings))) == 23
     (tmp_path / "0.png").write_bytes(picture())
-    assert sum(map(len, load(settings))) == 4
+    assert sum(map(len, load(settings))) == 24
     (tmp_path / "run/checkpoint-2").mkdir()
+    assert sum(map(len, load(settings, keep=lambda row: "Hi 3" not in str(row)))) == 23  # of an edited recipe
     (tmp_path / "0.png").unlink()
-    assert "3 rows can be used, and 4 when the run began" in error_of(load, settings)
+    assert "1 row cannot be used because of an image, and 0 when the run began" in error_of(load, settings)
 
 
 def test_images_of_which_none_is_there(tmp_path, error_of):
@@ -171,14 +185,14 @@ def test_images_of_which_none_is_there(tmp_path, error_of):
         (asked([PART, TEXT]) | {"images": ["https://example.com/cat.png"]}, "https://example.com/cat.png"),
         (asked([PART, PART, TEXT]) | {"images": [as_url(picture())]}, "1 image, and 2 places"),
         (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 place for"),
-        (asked([PART | {"image": "dog.png"}, TEXT]) | {"images": ["cat.png"]}, "not the same ones (1 and 1)"),
-        (asked(TEXT["text"]) | {"images": ["cat.png"], "image": "dog.png"}, "not the same ones (1 and 1)"),
+        (asked([PART | {"image": "dog.png"}, TEXT]) | {"images": ["cat.png"]}, "1 image, the parts of its messages have 1"),
+        (asked([PART | {"image": "cat.png"}, TEXT]) | {"images": ["cat.png"] * 2}, "2 images, the parts of its messages have 1"),
         (
             {"messages": [{"role": "user", "content": "Draw"}, ANSWER | {"content": [PART]}], "images": ["cat.png"]},
             "an answer has",
         ),
     ],
-    ids=["address", "too few", "none", "other in a part", "other in a column", "in an answer"],
+    ids=["address", "too few", "none", "other in a part", "more than parts", "in an answer"],
 )
 def test_rows_that_are_refused(tmp_path, error_of, row, word):
     rows = write_rows(tmp_path / "rows.jsonl", [asked("Hi"), asked("Ho"), row])

@@ -81,9 +81,9 @@ class TrainerCalled(Exception):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The parent folder of two models and two datasets; each dataset has two configs with three splits."""
+    """The parent folder of three models and two datasets; each dataset has two configs with three splits."""
     parent = tmp_path_factory.mktemp("folders")
-    for name in ("model", "other_model"):
+    for name in ("model", "other_model", "teacher"):
         tiny_model("Qwen/Qwen2-0.5B-Instruct", parent / name)
     for name, config, split in itertools.product(("data", "other_data"), "ab", ("train", "test", "other")):
         words = f"{name} {config} {split}, and more than fifty characters of the same words for every row, row"
@@ -171,7 +171,7 @@ def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_tr
     common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]
     common += ["--use_cpu", "--bf16", "false", "--max_steps", "5"]
     if recipe.stem == "qwen3_distill":
-        common += ["--teacher_model_name_or_path", f"{folders}/other_model"]
+        common += ["--teacher_model_name_or_path", f"{folders}/teacher"]
     with_common = arguments_of_trainer(recipe, common)
     assert not isinstance(with_common, str), with_common
     results = {(): with_common}  # the flags that another one needs: the trainer's arguments

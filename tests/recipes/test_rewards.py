@@ -116,7 +116,7 @@ def raises(completions, **others):
     [
         (None, ""),
         (raises, r"test_rewards.py, line \d+: .* ZeroDivisionError"),
-        (lambda completions, **others: None, "test_rewards.py: .* one number per completion"),
+        (lambda completions, **others: None, "test_rewards.py: .* one number for each completion"),
         (lambda completions, **others: [1.0], "returned 1 rewards, but 4 were expected"),
         (
             lambda completions, **others: [1.0] * len(completions),

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 def test_model_card_links_hub_ids_only(tmp_path):
     run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": str(tmp_path)}
-    card = ModelCard(saving.model_card(run, is_adapter=False, generates=True))
+    card = ModelCard(saving.model_card(run, is_adapter=False, writes_texts=True))
     assert card.data.base_model == ["org/model"] and card.data.datasets is None  # the dataset is a local folder
     assert card.data.library_name == "transformers" and str(tmp_path) not in card.content
-    adapter_card = ModelCard(saving.model_card(run | {"dataset": "org/data"}, is_adapter=True, generates=True))
+    adapter_card = ModelCard(saving.model_card(run | {"dataset": "org/data"}, is_adapter=True, writes_texts=True))
     assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
 
 

@@ -250,9 +250,9 @@ def copy_other_files(base: Path, run: Path, target: Path) -> None:
     processor = run / "processor_config.json"
     for file in base.iterdir():
         is_wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
-        if processor.is_file() and file.name.endswith("processor_config.json"):  # or preprocessor_config.json
-            is_wanted = False
-        if is_wanted and not (target / file.name).exists():
+        # The run's processor_config.json also has what older versions saved in preprocessor_config.json.
+        is_replaced = processor.is_file() and file.name.endswith("processor_config.json")
+        if is_wanted and not is_replaced and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
     for file in (*run.glob("*token*"), run / "chat_template.jinja", processor):
         if file.is_file():

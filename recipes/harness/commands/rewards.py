@@ -39,7 +39,7 @@ def score(trainer: Any, recipe: Path) -> tuple[list[dict[str, Any]], str]:
             where = f"{recipe.name}, line {places[-1]}" if places else recipe.name
             raise UserError(
                 f"{where}: a reward function fails with {kind}: {type(error).__name__}: {last_line(error)} (--debug shows the "
-                "traceback). It returns a list of one number per completion"
+                "traceback). A reward function returns a list with one number for each completion"
             ) from error
         means[kind] = sum(rewards) / len(rewards)
         for answer, reward in zip(chosen, rewards, strict=True):

@@ -60,9 +60,11 @@ def main(*words: str) -> int:
     run, merged = parsed.run, parsed.run / "merged"
     held_out = read_held_out(run)
     other = parsed.model or (merged if merged.is_dir() else None)
-    if other and other.is_file() and has_images(held_out):
-        raise UserError(f"{other}: transformers reads no images with a GGUF file, and the run was evaluated on rows with images")
-    file = read_gguf(other) if other and other.is_file() else None  # first: to load and measure the run's model takes minutes
+    file = None
+    if other and other.is_file():  # first: to load and measure the run's model takes minutes
+        if has_images(held_out):
+            raise UserError(f"{other}: transformers reads no images with a GGUF file, and the run was evaluated on some")
+        file = read_gguf(other)
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         model = load_model(run)

@@ -235,14 +235,19 @@ def find_conversion(
                 ignored = [column for column in columns if is_ignored(column, some, conversion)]
                 return conversion, FirstRows(columns, ignored, found)
         candidates = list(itertools.islice(rows, ROWS_TO_SEARCH)) if candidates is first else []
-    for place, row in first:
-        reason = row[REASON] if REASON in row else examine(place, row, conversion)[REASON]
-        if "image" in reason:
-            raise UserError(
-                f"--dataset_name: {source.display_name}: none of its first rows can be used; the first one is a row {reason}. "
-                "Paths of images are relative to the file of the row"
-            )
+    reasons = [row[REASON] if REASON in row else examine(place, row, conversion)[REASON] for place, row in first]
+    check_images_can_be_used(source.display_name, reasons)
     raise UserError(explain_no_format(data, source, [row for _, row in first]))
+
+
+def check_images_can_be_used(name: str, reasons: list[str]) -> None:
+    """Raises UserError if rows of a dataset are skipped because of an image. `reasons`: of rows, "" for one that is not."""
+    reason = next((reason for reason in reasons if reason.startswith(images.OF_IMAGE)), "")
+    if reason:
+        raise UserError(
+            f"--dataset_name: {name}: no row with an image can be used; the first one is a row {reason}. Paths of images are "
+            "relative to the file of the row"
+        )
 
 
 def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[PlacedRow]:

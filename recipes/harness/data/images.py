@@ -1,8 +1,8 @@
 """Images of rows: where they are in a conversation, their files, their tokens, and the batches that a model reads.
 
 In a converted row `images` has the bytes or the absolute path of each image, and the contents of `messages` have `<image>` where
-it is; in an answer `<image>` is a text. Rows keep both until a batch is made (`ImageCollator`): only then an image is decoded
-completely, by the process, or the worker of its loader, that trains on it.
+it is. In an answer, `<image>` is plain text. Rows keep both until a batch is made (`ImageCollator`): only then an image is
+decoded completely, by the process, or the worker of its loader, that trains on it.
 """
 
 import base64
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.batches import IGNORED
-from harness.data.turns import CONTENT, ROLES, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json, role_of
+from harness.data.turns import CONTENT, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json, role_of
 from harness.messages import UserError, plural
 
 import PIL.Image
@@ -31,6 +31,7 @@ MOST_RATIO = 200  # of the sides of an image; Qwen's processors fail above
 MOST_GREY = 65_535  # of 16 bits
 LONGEST_NAME = 250  # of files; what is longer and has no suffix is base64
 SHOWN_LETTERS = 100  # of a name, or of a reason of Pillow
+OF_IMAGE = ("whose image", "with an image")  # why a row is skipped begins so
 
 
 def mark_parts(value: Any, found: list) -> Any:
@@ -47,7 +48,7 @@ def mark_parts(value: Any, found: list) -> Any:
     for turn in turns:
         for key in CONTENT:
             if isinstance(turn.get(key), list):
-                turn = turn | {key: [_mark_part(part, found, ROLES[role_of(turn)]) for part in turn[key]]}
+                turn = turn | {key: [_mark_part(part, found, role_of(turn)) for part in turn[key]]}
         marked.append(turn)
     return marked
 
@@ -66,14 +67,17 @@ def _mark_part(part: Any, found: list, role: str) -> Any:
 
 
 def read_row(row: dict, of_parts: list) -> list[dict]:
-    """The images of a row, in one of its columns or in parts of its messages. Raises RefusedRow if two of these differ."""
-    found = [images for images in map(read_images, (row.get("images"), row.get("image"), of_parts)) if images]
-    if any(images != found[0] for images in found):
-        raise RefusedRow(
-            "two of its column images, its column image and the parts of its messages have images, and not the same ones "
-            f"({' and '.join(str(len(images)) for images in found)}): keep one of them, or rename a column with --column_map"
-        )
-    return found[0] if found else []
+    """The images of a row, in its column or in the parts of its messages. Raises RefusedRow if these differ."""
+    of_column = read_images(row.get("images")) or read_images(row.get("image"))
+    in_parts = read_images(of_parts)
+    if of_column and in_parts:
+        names = [[Path(image["path"] or "").name for image in images] for images in (of_column, in_parts)]
+        if len(of_column) != len(in_parts) or any(one != other for one, other in zip(*names, strict=True) if one and other):
+            raise RefusedRow(
+                f"its column has {plural(len(of_column), 'image')}, the parts of its messages have {len(in_parts)}, and they are "
+                "not the same: delete the ones or the others"
+            )
+    return of_column or in_parts
 
 
 def read_images(value: Any) -> list[dict]:
@@ -90,7 +94,7 @@ def _read_image(image: Any) -> dict:
         try:
             image = base64.b64decode(image.partition(",")[2])
         except ValueError as error:
-            raise SkippedRow("with an image whose data: URL is no base64") from error
+            raise SkippedRow("with an image whose data: URL is not valid base64") from error
     if isinstance(image, str) and len(image) > LONGEST_NAME and "." not in image:
         raise SkippedRow("with an image in base64 without data:image/png;base64, in front")
     if isinstance(image, str):
@@ -111,7 +115,7 @@ def place_images(turns: list[dict], count: int) -> list[dict]:
     if marks or first is None:
         raise RefusedRow(
             f"it has {plural(count, 'image')}, and {plural(marks, 'place')} for one in its messages (parts of the type image, "
-            f"or {IMAGE} in a text that is no answer): write one place for each image"
+            f"or {IMAGE} in a message that is not an answer): write one place for each image"
         )
     turn = turns[first] | {"content": IMAGE * count + turns[first]["content"]}
     return [*turns[:first], turn, *turns[first + 1 :]]
@@ -130,9 +134,9 @@ def find_file(image: dict, folder: str) -> str:
 
     `folder`: to which paths are relative; "" for a dataset of the Hub. Raises RefusedRow for a remote image.
     """
-    name = (image["path"] or "in the dataset")[:SHOWN_LETTERS]
+    name = name_of(image)
     if image["bytes"] is None:
-        if "://" in name:
+        if "://" in image["path"]:
             raise RefusedRow(
                 f"the image {name} is an address, and a run downloads none: download it, and write the path of the file"
             )
@@ -160,6 +164,12 @@ def find_file(image: dict, folder: str) -> str:
     return ""
 
 
+def name_of(image: dict) -> str:
+    """For messages. The end of a long path is the name of its file."""
+    name = image["path"] or "in the dataset"
+    return name if len(name) <= SHOWN_LETTERS else f"…{name[-SHOWN_LETTERS:]}"
+
+
 def _file_of(image: dict) -> Any:
     return image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
 
@@ -183,7 +193,7 @@ def open_image(image: dict) -> Iterator[PIL.Image.Image]:
             yield opened
     except OSError as error:  # it could be read when the run began
         raise UserError(
-            f"--dataset_name: the image {image['path']} can no longer be read ({error}): restore the file, and start the same "
+            f"--dataset_name: the image {name_of(image)} can no longer be read ({error}): restore the file, and start the same "
             "command again"
         ) from error
 

@@ -25,6 +25,7 @@ from harness.data.conversion import (
     FirstRows,
     PlacedRow,
     Shape,
+    check_images_can_be_used,
     converted_of,
     digest_of,
     examine,
@@ -36,6 +37,7 @@ from harness.data.conversion import (
     versions_of_images,
 )
 from harness.data.held_out import hold_out, hold_out_of_stream
+from harness.data.images import OF_IMAGE
 from harness.data.mixture import mix, share
 from harness.data.reading import TextFiles, make_once
 from harness.data.sources import DataSettings, Source
@@ -151,11 +153,13 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
 
 def check_same_rows(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError if a run that resumes has lost or found image files: its order of the rows would be another one."""
-    usable = [found.get("rows", 0) - found.get("skipped_rows", 0) for found in (before, now)]
-    if before and usable[0] != usable[1]:
+    counts = []
+    for found in (before, now):
+        counts.append(sum(count for reason, count in found.get("skipped", {}).items() if reason.startswith(OF_IMAGE)))
+    if before and counts[0] != counts[1]:
         raise UserError(
-            f"--dataset_name: {plural(usable[1], 'row')} can be used, and {usable[0]:,} when the run began: image files were "
-            "deleted or added since. Undo that, or choose another --output_dir"
+            f"--dataset_name: {plural(counts[1], 'row')} cannot be used because of an image, and {counts[0]:,} when the run "
+            "began: restore the image files as they were, or choose another --output_dir"
         )
 
 
@@ -320,8 +324,8 @@ def examine_all(rows: Dataset | TextFiles, conversion: Conversion, source: Sourc
         return Dataset.from_list(list(itertools.islice(examined(), limit)), features=features)
     version = rows.versions() if isinstance(rows, TextFiles) else [generate_fingerprint(rows)]
     if conversion.format == "images":
-        first = itertools.islice(placed(rows, source, split), 16)
-        if isinstance(rows, TextFiles) or any(image["bytes"] is None for _, image in images_of(first, conversion)):
+        _, first = next(images_of(placed(rows, source, split), conversion), ("", {}))
+        if isinstance(rows, TextFiles) or first.get("bytes") is None:  # else all have the bytes, which would be read once more
             version += versions_of_images(placed(rows, source, split), conversion)
     keep = Hasher.hash(conversion.keep)  # as `Dataset.filter` does
     with hub_errors("dataset", source.display_name):
@@ -376,12 +380,19 @@ def check_same_kind(opened: list[Opened]) -> None:
 
 
 def check_has_images(opened: list[Opened]) -> None:
-    """Raises UserError if a recipe for images would train on texts only, because no row has an image where one is read from."""
+    """Raises UserError if a recipe for images would train on texts only, because no row has an image where one is read from.
+
+    Prints a warning if only the first rows are known, and none of them has one.
+    """
     columns = []
     for one in opened:
         if one.conversion.format != "images" or any(formats.WITH_IMAGES in kind for kind in one.facts[KIND]):
             return
+        check_images_can_be_used(one.name, one.facts[REASON])
         columns.append(f"{one.name} has the columns {', '.join(one.first.columns)}")
+    if not all(one.is_complete for one in opened):
+        print_once("warning: none of the first rows has an image.")
+        return
     raise UserError(
         f"--dataset_name: no row that can be used has an image: {'; '.join(columns)}. Images are read from a column images or "
         "image, and from parts of the type image. If a column has another name: "

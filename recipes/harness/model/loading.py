@@ -174,19 +174,21 @@ def check_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> 
     from transformers import AutoTokenizer
 
     teacher, student = training_args.teacher_model_name_or_path, model_args.model_name_or_path
+    sizes = []
     vocabularies = []
     for name, revision in ((teacher, training_args.teacher_model_revision or "main"), (student, model_args.model_revision)):
         with hub_errors(TOKENIZER, name):
-            size = AutoConfig.from_pretrained(name, revision=revision).get_text_config().vocab_size
+            sizes.append(AutoConfig.from_pretrained(name, revision=revision).get_text_config().vocab_size)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        vocabularies.append([size, *tokenizer.convert_ids_to_tokens(range(len(tokenizer)))])
+        vocabularies.append(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     # Tokens that only one of them has are at the end, where the other model has unused rows.
     shared = min(map(len, vocabularies))
-    if vocabularies[0][:shared] != vocabularies[1][:shared] and isinstance(training_args, DistillationConfig):
+    has_same_tokens = vocabularies[0][:shared] == vocabularies[1][:shared]
+    if isinstance(training_args, DistillationConfig) and (sizes[0] != sizes[1] or not has_same_tokens):
+        difference = f" (vocab_size {sizes[0]} and {sizes[1]})" if sizes[0] != sizes[1] else ""
         raise UserError(
-            f"--teacher_model_name_or_path: {teacher} (vocab_size {vocabularies[0][0]}) has another vocabulary than {student} "
-            f"({vocabularies[1][0]}), so the probabilities of their tokens cannot be compared: pass a teacher of the same family "
-            "with the same vocab_size"
+            f"--teacher_model_name_or_path: {teacher} has another vocabulary than {student}{difference}, so the probabilities of "
+            "their tokens cannot be compared: pass a teacher of the same family, with the same vocab_size"
         )
 
 

@@ -86,24 +86,29 @@ def order_by_epoch(loader: DataLoader) -> None:
 
 
 class RewardsOfSteps(TrainerCallback):
-    """Looks for steps that change nothing in the model.
+    """Ends a run whose reward functions have rated no answer of its first step.
 
-    Ends the run if no answer got a reward: None and NaN are right for a function that does not rate an answer which others rate.
-    Warns once if all answers to each prompt got the same reward.
+    A function returns None or NaN for an answer that it does not rate: another function can rate it. Warns once if all answers to
+    each prompt got the same reward: the model learns nothing from such a step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.has_warned = False
+        self.is_first = True
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.is_first = state.global_step == 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         metrics = logged_metrics(self.trainer)["train"]
         rewards = metrics.get("reward")  # means of those that are not NaN
-        if rewards and math.isnan(rewards[-1]):
+        if self.is_first and rewards and math.isnan(rewards[-1]):
             raise UserError(
                 f"{', '.join(self.trainer.reward_func_names)}: in step {state.global_step} no answer got a reward, all are None "
                 "or NaN, so nothing can be learned: return a number for each answer, such as 0 for a wrong one"
             )
+        self.is_first = False
         shares = metrics.get("frac_reward_zero_std")  # of prompts with equal rewards
         if shares and shares[-1] == 1 and not self.has_warned:
             self.has_warned = True

@@ -137,7 +137,7 @@ def callbacks_of(trainer: Trainer, run: Run, prepared: Prepared) -> list[Trainer
     stops = [prepared.stop, MissedEvaluation(trainer, prepared.resumed_from), StopAtLastStep()]
     measurements = [parts.progress]
     if trains_on_rewards(trainer):
-        measurements.append(RewardsOfSteps(trainer))
+        checks.append(RewardsOfSteps(trainer))
     if run.profile:
         measurements.append(Profile(trainer.args))
     return [*checks, *saves, *stops, *measurements]
@@ -255,10 +255,10 @@ def report_dropped_rows(trainer: Trainer) -> None:
     TRL's trainers for pairs drop rows, and so do recipes with DistillationTrainer. For others a recipe tokenizes, and may make
     several rows of one, or one of several.
     """
-    summary = folder.read_json(Path(trainer.args.output_dir, folder.DATA))
     args = trainer.args
     if not isinstance(args, DPOConfig | KTOConfig | RewardConfig | DistillationConfig):
         return
+    summary = folder.read_json(Path(args.output_dir, folder.DATA))
     limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
     reason = f"the recipe or the trainer has dropped them{limit}"
     kinds = {"training": (trainer.train_dataset, "loaded_rows"), "evaluation": (trainer.eval_dataset, "loaded_eval_rows")}

@@ -108,7 +108,8 @@ def check_teacher_is_another(training_args: TrainingArguments, model_args: Model
     """Raises UserError for a teacher that is the model itself, from which nothing can be learned."""
     teacher = getattr(training_args, "teacher_model_name_or_path", None)
     is_same_name = teacher and teacher == model_args.model_name_or_path
-    if is_same_name and (training_args.teacher_model_revision or "main") == model_args.model_revision:
+    is_quantized = model_args.load_in_4bit or model_args.load_in_8bit  # its teacher can be the model without quantization
+    if is_same_name and not is_quantized and (training_args.teacher_model_revision or "main") == model_args.model_revision:
         raise UserError(
             f"--teacher_model_name_or_path: {teacher} is the model that is trained: pass another teacher, a better model"
         )
@@ -156,7 +157,8 @@ def check_flags_have_effect(
         raise UserError("--ignore_bias_buffers is for TRL's own scripts: leave it out")
     if training_args.do_predict or ("do_train" in given and not training_args.do_train):
         raise UserError("--do_train, --do_predict: a recipe trains and evaluates: leave them out")
-    if is_packed(training_args) and run.data.formats == ("images",):
+    packs = is_packed(training_args) or getattr(training_args, "eval_packing", None)
+    if packs and run.data.formats == ("images",):
         raise UserError("--packing: rows with images are not packed: pass --packing false")
     if getattr(training_args, "padding_free", False) and not is_packed(training_args) and training_args.max_length:
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")

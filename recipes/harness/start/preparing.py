@@ -65,14 +65,14 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
     teacher = getattr(training_args, "teacher_model_name_or_path", None)
     if run.on_cpu:
         use_no_gpu_kernels()
+    if teacher and not (run.tiny and tiny.family_of(teacher)):
+        check_model_exists(teacher, training_args.teacher_model_revision or "main", "--teacher_model_name_or_path")
     if run.tiny:  # in copies: `replace_model_and_dataset` comes later
         if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
         tiny.make_replacements(data, model_args)
         if teacher:
-            if tiny.family_of(teacher) is None:
-                check_model_exists(teacher, training_args.teacher_model_revision or "main", "--teacher_model_name_or_path")
             tiny.make_teacher(training_args, model_args)
         training_args, model_args = copy.copy(training_args), copy.copy(model_args)
         data = tiny.use_replacements(data, training_args, model_args)

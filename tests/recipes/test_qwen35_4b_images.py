@@ -49,7 +49,7 @@ def test_saved_model_reads_images(rehearse, tmp_path, capsys, error_of):
     checks = json.loads(capsys.readouterr().out)
     assert [check["result"] for check in checks] == ["ok"] * 4
     (tmp_path / "mine.gguf").touch()
-    assert "rows with images" in error_of(verify.main, str(run), str(tmp_path / "mine.gguf"))
+    assert "reads no images with a GGUF file" in error_of(verify.main, str(run), str(tmp_path / "mine.gguf"))
     for folder in (run, tmp_path / "merged"):
         assert AutoProcessor.from_pretrained(folder).image_processor.size["longest_edge"] == 64 * 64
     samples = (run / "samples.txt").read_text()

@@ -125,6 +125,15 @@ def test_rows_without_any_image(tmp_path, error_of):
     assert sorted({len(row["images"]) for row in train}) == [0, 1]
 
 
+def test_recipe_without_formats_gets_decoded_images(tmp_path):
+    """Its trainer's own collator reads them."""
+    rows = [asked([PART, TEXT]) | {"images": [{"bytes": picture(), "path": None}]}] * 3
+    features = Features({"messages": List(Json()), "images": List(ImageFeature())})
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    train, _ = load(data_settings(tmp_path / "rows.parquet", (), max_eval_samples=1))
+    assert train[0]["images"][0].size == (64, 48)
+
+
 def test_first_rows_without_an_image(tmp_path, capsys, error_of):
     """Others can have some; in a small file the cause is that they cannot be read."""
     rows = [asked(f"Hi {number}") | {"images": ["cat.png"] if number > 50 else []} for number in range(60)]

@@ -48,7 +48,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     processor = tiny.make_processor(name, revision, family, tokenizer, config) if reads_images else None
     if processor:
         processor.save_pretrained(folder)
-    elif "images" in data.formats:
+    elif data.formats == ("images",):
         raise UserError(f"--model_name_or_path: {name} reads no images: pass a model that does, or use a recipe for texts")
     datasets = [source.name for source in data.sources if source.name]
     planned = {"model": name, "datasets": datasets, "streaming": data.streaming}

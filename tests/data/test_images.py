@@ -139,6 +139,9 @@ def test_first_rows_without_an_image(tmp_path, capsys, error_of):
     rows = [asked(f"Hi {number}") | {"images": ["cat.png"] if number > 50 else []} for number in range(60)]
     settings = data_settings(write_rows(tmp_path / "rows.jsonl", rows), ("images",), max_eval_samples=1)
     assert "no row with an image can be used; the first one is a row whose image cat.png" in error_of(load, settings)
+    (tmp_path / "dog.png").write_bytes(picture())
+    other = write_rows(tmp_path / "other.jsonl", [asked(f"Ho {number}") | {"images": ["dog.png"]} for number in range(4)])
+    load(data_settings([tmp_path / "rows.jsonl", other], ("images",), max_eval_samples=1, dataset_weights=[0.5, 0.5]))
     (tmp_path / "cat.png").write_bytes(picture())
     capsys.readouterr()
     with mock.patch("harness.data.reading.SMALL", 0):

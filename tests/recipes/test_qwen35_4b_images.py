@@ -56,6 +56,13 @@ def test_saved_model_reads_images(rehearse, tmp_path, capsys, error_of):
     assert "<|image_pad|>" in samples and "<|image_pad|><|image_pad|>" not in samples  # one token of each image is printed
 
 
+@pytest.mark.parametrize("flag", ["--packing", "--eval_packing"])
+def test_packing_is_refused(build_trainer, capsys, flag):
+    with pytest.raises(SystemExit) as end:
+        build_trainer(RECIPE, flag, "true")
+    assert end.value.code == 2 and "error: --packing: rows with images are not packed" in capsys.readouterr().err
+
+
 def test_adapter_is_in_text_part_with_linear_attention(build_trainer):
     trainer = build_trainer(RECIPE)
     names = {name.rpartition(".lora_A")[0] for name, weight in trainer.model.named_parameters() if weight.requires_grad}
@@ -90,8 +97,3 @@ def test_recipe_without_the_collator_is_refused(build_trainer, error_of, tmp_pat
     trainer = build_trainer(str(recipe))
     message = error_of(check_rows_are_tokens, StartedRecipe(Run(str(recipe)), trainer=trainer))
     assert message.startswith("mine.py: rows with images need data_collator=image_collator(processor)")
-
-
-def test_packing_is_refused(fork_launch, tmp_path):
-    process = fork_launch("--tiny", RECIPE, "1x3090", "--packing", "true", "--output_dir", tmp_path / "run", trains=False)
-    assert process.returncode == 2 and "error: --packing: " in process.stderr

@@ -72,8 +72,9 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
     facts = dict.fromkeys(FACTS, "") | {PLACE: place}
     try:
         converted, facts[REASON] = conversion.convert(row)
-        for image in (converted or {}).get("images", []) if conversion.format == "images" else []:
-            facts[REASON] = facts[REASON] or images.find_file(image, conversion.folder_of(place))
+        if converted and conversion.format == "images":
+            for image in converted["images"]:
+                facts[REASON] = facts[REASON] or images.find_file(image, conversion.folder_of(place))
         row = formats.rename(row, conversion.column_map)
         if converted is not None and conversion.keep and not conversion.keep(row):
             facts[REASON] = LEFT_OUT

@@ -384,10 +384,11 @@ def check_has_images(opened: list[Opened]) -> None:
 
     Prints a warning if only the first rows are known, and none of them has one.
     """
-    columns = []
     for one in opened:
         if one.conversion.format != "images" or any(formats.WITH_IMAGES in kind for kind in one.facts[KIND]):
             return
+    columns = []
+    for one in opened:
         check_images_can_be_used(one.name, one.facts[REASON])
         columns.append(f"{one.name} has the columns {', '.join(one.first.columns)}")
     if not all(one.is_complete for one in opened):

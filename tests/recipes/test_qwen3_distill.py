@@ -7,6 +7,7 @@ from harness.compat.transformers import transformer_layers
 from harness.messages import UserError
 from harness.model.loading import check_teacher
 from harness.run.session import report_dropped_rows
+from harness.start.checks import check_teacher_is_another
 
 import pytest
 import torch
@@ -142,6 +143,13 @@ def test_fewer_prompts_than_a_step_needs(build_trainer, questions):
     trainer = build_trainer(RECIPE, "--dataset_name", str(questions), "--global_batch_size", "64")
     with pytest.raises(UserError, match=r"64 answers at a time .* only 23"):
         train(trainer)
+
+
+def test_teacher_of_a_quantized_model_can_be_the_model_itself(tmp_path):
+    args = DistillationConfig(str(tmp_path), use_cpu=True, bf16=False, teacher_model_name_or_path="Qwen/Qwen3-4B")
+    check_teacher_is_another(args, ModelConfig(model_name_or_path="Qwen/Qwen3-4B", load_in_4bit=True))
+    with pytest.raises(UserError, match="is the model that is trained"):
+        check_teacher_is_another(args, ModelConfig(model_name_or_path="Qwen/Qwen3-4B"))
 
 
 def test_teacher_of_another_vocabulary(tmp_path, environment):

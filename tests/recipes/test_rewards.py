@@ -94,13 +94,19 @@ def test_equal_rewards_are_warned_of_once(build_trainer, sentences, capsys):
     assert capsys.readouterr().out.count("got the same reward") == 1
 
 
-@pytest.mark.parametrize("rewards", [[None], [None, 1.0]])
-def test_step_without_any_reward_ends_the_run(build_trainer, sentences, rewards):
-    """A function may leave out some answers."""
-    flags = ["--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no", "--eval_on_start", "false"]
+@pytest.mark.parametrize("steps", [[[None]], [[None, 1.0], [None]]])
+def test_first_step_without_any_reward_ends_the_run(build_trainer, sentences, steps):
+    """A function may leave out some answers, and later all of a step."""
+    flags = ["--max_steps", "2", "--save_strategy", "no", "--eval_strategy", "no", "--eval_on_start", "false"]
     trainer = build_trainer(RECIPE, "--dataset_name", str(sentences), *flags)
-    trainer.reward_funcs = [lambda completions, **others: (rewards * len(completions))[: len(completions)]]
-    if 1.0 in rewards:
+    left = [*steps]
+
+    def reward(completions, **others):
+        rewards = left.pop(0) if left else [None]
+        return (rewards * len(completions))[: len(completions)]
+
+    trainer.reward_funcs = [reward]
+    if 1.0 in steps[0]:
         train(trainer)
         return
     with pytest.raises(UserError, match=rf"{trainer.reward_func_names[0]}: in step 1 no answer got a reward"):

@@ -83,6 +83,20 @@ def test_forms_of_own_rows(tmp_path, row, streaming):
     assert with_image["images"] == [{"bytes": None, "path": str(tmp_path / "photos/cat.png")}]
 
 
+def test_other_images_are_missing_when_a_run_resumes(tmp_path, error_of):
+    """As many as when it began: another order of rows, and other rows to evaluate on."""
+    rows = write_rows(tmp_path / "rows.jsonl", [asked([PART, TEXT]) | {"image": f"{number}.png"} for number in range(4)])
+    run = tmp_path / "run"
+    (run / "checkpoint-1").mkdir(parents=True)
+    data = data_settings(rows, ("images",), max_eval_samples=1, output_dir=run)
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(picture())
+    for _ in range(2):
+        load(data)
+    (tmp_path / "0.png").rename(tmp_path / "3.png")
+    assert "because of an image" in error_of(load, data)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_images_of_parquet_files_stay_files(tmp_path, streaming):
     """Several images in a turn, or none, with keys that are null, as on the Hub. The bytes of the images do not change."""

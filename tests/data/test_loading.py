@@ -3,11 +3,14 @@
 import json
 import os
 import socket
+from dataclasses import replace
 
 from harness.data import loading, reading, text_rows
 from harness.data.checking import check_dataset
 from harness.data.loading import load
+from harness.data.parsing import settings_of_data
 from harness.data.reading import print_ignored_files
+from harness.data.script_arguments import ScriptArguments
 
 import datasets
 import pandas
@@ -15,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from runs import data_settings, write_rows
+from trl import KTOConfig
 
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 QUESTION = {"role": "user", "content": "Why?"}
@@ -214,6 +218,17 @@ def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
     assert isinstance(stream, datasets.IterableDataset) and isinstance(train, datasets.Dataset)
     assert train["text"] == [row["text"] for row in stream] and len(set(train["text"])) == 30 and len(test) == 4
     assert "30 rows of the stream are kept in memory" in capsys.readouterr().out
+
+
+def test_rows_of_a_trainer_that_reads_them_in_order(tmp_path):
+    """KTO's, which would train on all good rows first if the file has them first. The same order for every process and start."""
+    path = write_rows(tmp_path / "rows.jsonl", texts(40))
+    data = settings_of_data(
+        ScriptArguments(dataset_name=str(path)), KTOConfig(str(tmp_path), use_cpu=True, bf16=False), ("text",)
+    )
+    rows = load(data)[0]["text"]
+    assert rows != sorted(rows, key=lambda text: int(text.split()[1])) and len(set(rows)) == 36
+    assert rows == load(data)[0]["text"] != load(replace(data, seed=data.seed + 1))[0]["text"]
 
 
 def test_preference_data(tmp_path, capsys):

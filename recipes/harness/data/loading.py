@@ -46,7 +46,7 @@ from harness.data.stream_rows import shuffle
 from harness.data.summary import DUPLICATE, add_summaries, print_splits, print_summary, summarize
 from harness.folder import DATA, has_trained, read_json, write_json
 from harness.hub import hub_errors
-from harness.messages import UserError, is_first_process, plural, print_once
+from harness.messages import UserError, is_first_process, print_once
 
 from datasets import Dataset, Features, IterableDataset, interleave_datasets
 from datasets.features.features import require_decoding
@@ -56,6 +56,7 @@ PREVIEWED_ROWS = 400  # of each split, for a preview
 REHEARSED_ROWS = 500  # likewise, for a rehearsal or plan
 MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
+UNUSABLE = "rows_with_unusable_images"  # in data.json
 # Columns that not all rows of a format have, and the columns of a file that they come from.
 OPTIONAL = {"tools": {*turns.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
 Rows = Dataset | IterableDataset | TextFiles  # of a split
@@ -142,25 +143,30 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
         summary["loaded_rows"] = len(train)
     if data.output_dir and is_first_process():
         folder = Path(data.output_dir)
-        if "images" in data.formats and has_trained(folder):
-            check_same_rows(read_json(folder / DATA), summary)
+        if "images" in data.formats:
+            summary[UNUSABLE] = rows_with_unusable_images(opened)
+            # Else a resumed run would have another order of rows, and evaluate on rows that it has trained on.
+            if has_trained(folder) and read_json(folder / DATA).get(UNUSABLE, summary[UNUSABLE]) != summary[UNUSABLE]:
+                raise UserError(
+                    "--dataset_name: other rows than at the start of the run cannot be used because of an image: restore the "
+                    "image files as they were, or choose another --output_dir"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / DATA, summary)
     if isinstance(train, IterableDataset):
         train = limit_stream(data, train)
+    elif data.is_read_in_order:
+        train = train.shuffle(seed=data.seed)
     return of_date(train, data), of_date(in_turn, data)
 
 
-def check_same_rows(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises UserError if a run that resumes has lost or found image files: its order of the rows would be another one."""
-    counts = []
-    for found in (before, now):
-        counts.append(sum(count for reason, count in found.get("skipped", {}).items() if reason.startswith(OF_IMAGE)))
-    if before and counts[0] != counts[1]:
-        raise UserError(
-            f"--dataset_name: {plural(counts[1], 'row')} cannot be used because of an image, and {counts[0]:,} when the run "
-            "began: restore the image files as they were, or choose another --output_dir"
-        )
+def rows_with_unusable_images(opened: list[Opened]) -> list[str]:
+    """For each dataset a checksum of which rows are skipped because of an image."""
+    checksums = []
+    for one in opened:
+        rows = [index for index, reason in enumerate(one.facts[REASON]) if reason.startswith(OF_IMAGE)]
+        checksums.append(digest_of({"rows": rows}))
+    return checksums
 
 
 def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:

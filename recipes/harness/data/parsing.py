@@ -40,6 +40,7 @@ def settings_of_data(
         output_dir=training_args.output_dir,
         keeps_samples=bool(script_args.max_samples) and training_args.max_steps <= 0,
         needs_test_split="dataset_test_split" in given,
+        is_read_in_order=getattr(type(training_args), "train_sampling_strategy", "") == "sequential",
     )
 
 

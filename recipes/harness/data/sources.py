@@ -44,6 +44,7 @@ class DataSettings:
     # Raises UserError if the chat template does not render some converted rows; None: they are no conversations.
     check_conversations: Callable[[list[tuple[str, dict]]], None] | None = None
     needs_test_split: bool = False  # --dataset_test_split was given, so it must exist
+    is_read_in_order: bool = False  # the trainer's class does not shuffle, as KTO's: `load` shuffles the rows once
 
     @property
     def is_mixture(self) -> bool:

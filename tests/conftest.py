@@ -27,7 +27,6 @@ from runs import Rehearsals, free_port
 ROOT = Path(__file__).resolve().parents[1]
 # Tests of what others test too or a job of the workflow does, and simulations beside real steps.
 slow = pytest.mark.skipif("TEST_ALL" not in os.environ, reason="runs with TEST_ALL=1 only, as on GitHub")
-sys.path.insert(0, str(ROOT / "recipes"))
 # Before torch is imported, here and in what the tests start: with several test processes per core, threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 importlib.import_module("harness")  # before transformers, which imports torchvision: see recipes/harness/torchvision_operators.py
@@ -48,11 +47,6 @@ OTHER_PACKAGES = {
     "gguf_python": (["gguf==0.19.0"], True),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
 }
-MARKS = (
-    "unit: imports no torch, in its process or in one that it starts. A file without the mark has no such tests",
-    "rehearsal: starts a training, or looks at one. Has one of the fixtures in REHEARSING",
-    "machines: needs root, for network namespaces or SLURM. Has the fixture `machines`",
-)
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
@@ -66,15 +60,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for mark in MARKS:
-        config.addinivalue_line("markers", mark)
-    config.option.strict_markers = True
     if is_unit(config):
         folder = ROOT / "tests/without_torch"
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         runpy.run_path(str(folder / "sitecustomize.py"))
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # as the launcher sets it before it imports datasets
-    config.addinivalue_line("filterwarnings", "ignore:.*torch.jit:DeprecationWarning")  # of torch's own modules
 
 
 def is_unit(config) -> bool:

@@ -170,7 +170,7 @@ ODD_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", ODD_TEXTS)
+@pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
 def test_odd_markers_are_damage(checkpoint, text):
     (checkpoint / COMPLETION_MARKER).write_bytes(text)
     assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} is damaged"

@@ -17,11 +17,7 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
         "--help",
         "qwen2_finewebedu 1x3090",
         f"{RECIPE} 1x309",
-        f"{RECIPE} {CONFIG} --max_stepps 3",
         f"--tiny {RECIPE} {CONFIG} --max_stepps 3",
-        "--merge no_run",
-        "--chat no_run",
-        "--verify no_run",
         "--report no_run",
     ],
 )

@@ -357,7 +357,7 @@ run_tests() {
       selection+=("$1")
       shift
     done
-    selection+=("${@/#/--rehearsal_flag=}")
+    selection+=("--rehearsal_folder=$PWD" "${@/#/--rehearsal_flag=}")
     set --
   fi
   prepare_python

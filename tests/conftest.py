@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import runs
-import yaml
 from cluster import Nodes, Slurm, missing
 from filelock import FileLock
 from forked_launcher import ForkedLauncher
@@ -56,6 +55,7 @@ ORDER |= dict.fromkeys(OTHER_PACKAGES, 4)
 def pytest_addoption(parser):
     parser.addoption("--recipe", help="path of the one recipe to test")
     parser.addoption("--config", help="path of the one config to test it with")
+    parser.addoption("--rehearsal_folder", help="where to rehearse it: paths are relative to it")
     parser.addoption("--rehearsal_flag", action="append", default=[], help="a word of the flags for its rehearsal")
 
 
@@ -181,9 +181,9 @@ def environment(tmp_path_factory, hub_port):
 
 
 @pytest.fixture(scope="session")
-def workdir(shared):
+def workdir(shared, pytestconfig):
     """The working directory of rehearsals; it has a space in its name."""
-    folder = shared / "work place"
+    folder = Path(pytestconfig.getoption("rehearsal_folder") or shared / "work place")
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -214,9 +214,9 @@ def fork_launch(environment, workdir):
 
 
 @pytest.fixture(scope="session")
-def rehearse(launch, fork_launch, workdir):
+def rehearse(launch, fork_launch, workdir, shared):
     """Rehearses a recipe with a config and flags, once per session; returns the output directory."""
-    return Rehearsals(launch, fork_launch, workdir / "runs")
+    return Rehearsals(launch, fork_launch, shared / "work place/runs")
 
 
 @pytest.fixture
@@ -293,11 +293,4 @@ def simulate(environment, tmp_path_factory):
 @pytest.fixture(scope="session")
 def hybrid_2x2(shared):
     """The hybrid config for four processes: two replicas of two shards."""
-    settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
-    assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
-    settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
-    settings["num_processes"] = 4
-    path = shared / "hybrid_2x2.yaml"
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(yaml.safe_dump(settings))
-    return draft.rename(path)
+    return runs.write_hybrid_2x2(shared)

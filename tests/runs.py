@@ -7,6 +7,7 @@ import no torch use this module too.
 import dataclasses
 import hashlib
 import json
+import os
 import runpy
 import shutil
 import socket
@@ -36,12 +37,24 @@ def fewer_processes(config: str) -> dict:
     return {"NPROC_PER_NODE": "2"} if has_more else {}
 
 
+def write_hybrid_2x2(folder: Path) -> Path:
+    """Writes the hybrid config for four processes, two replicas of two shards; returns its path."""
+    settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
+    assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
+    settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
+    settings["num_processes"] = 4
+    path = folder / "hybrid_2x2.yaml"
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(yaml.safe_dump(settings))
+    return draft.rename(path)
+
+
 class Rehearsals:
     """Called with a recipe, a config and flags (SHORT unless they set max_steps); returns the output directory."""
 
     def __init__(self, launch, fork_launch, folder: Path):
         self.launch, self.fork_launch, self.folder = launch, fork_launch, folder
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, recipe, config, *flags, **variables) -> Path:
         flags = flags if "--max_steps" in flags else (*flags, *SHORT)

@@ -80,7 +80,7 @@ class PlannedRecipe(StartedRecipe):
     """A recipe that builds its trainer for a model and rows of full size, which are not loaded."""
 
     def choose_device(self, values: argparse.Namespace) -> None:
-        set_allocator(self.run, values)
+        self.allocator = set_allocator(self.run, values)
 
     def prepare(self, arguments: Arguments) -> None:
         run = self.run
@@ -222,14 +222,13 @@ def simulate(
         own += ["--use_liger_kernel", "false"]  # its kernels need a GPU; with them, a run needs less
         plan = PlannedRecipe(run)
         build_trainer(plan, [*flags, *own])
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ["PYTORCH_ALLOC_CONF"]
-        limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", allocator)
+        limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", plan.allocator)
         ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
         simulation = simulate_training(plan, ledger, fakes, with_evaluation, with_all_layers)
     ledger.events = in_order(ledger.events)
     simulation.peaks = ledger.peaks()
     simulation.host_peaks = ledger.peaks("host")
-    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in allocator)
+    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in plan.allocator)
     simulation.hull = ledger.hull()
     simulation.curve = ledger.curve()
     simulation.has_global_batch_flag = "global_batch_size" in plan.run.given

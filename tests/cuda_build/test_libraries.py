@@ -1,5 +1,6 @@
 """What only PyTorch's CUDA build has: binaries for the GPUs, operators, messages, and a CUDA that does not survive a fork."""
 
+import argparse
 import ctypes
 import os
 
@@ -9,7 +10,11 @@ import torch
 if not torch.version.cuda:
     pytest.skip("needs PyTorch's CUDA build: ./launch.sh --test --cuda_build", allow_module_level=True)
 
+from harness import configs
 from harness.model.gpu_features import find_gpu_features, problem_of_varlen, why_not_triton
+from harness.runs import Run
+from harness.start import machine
+from harness.start.environment import GROWING
 
 from bitsandbytes.cextension import get_cuda_bnb_library_path
 from bitsandbytes.cuda_specs import CUDASpecs
@@ -77,3 +82,16 @@ def test_choice_simulates_in_forked_processes(launch, small_model, tmp_path):
     process = launch("qwen2_fineweb_edu", *small_model, "--activation_checkpointing", "false", cwd=tmp_path, **variables)
     assert process.returncode == 2 and "the same by hand" in process.stdout, process.stdout + process.stderr
     assert "needs 1 GPU, this machine has none" in process.stderr, process.stderr
+
+
+def test_allocator_is_set_by_a_call_once_cuda_has_started(monkeypatch):
+    """It has read its variable then."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", GROWING)
+    values = argparse.Namespace(use_peft=True, activation_checkpointing_kwargs=None)
+    config = configs.read(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
+    machine.set_allocator(Run("recipe.py", config), values)
+    found = torch._C._accelerator_getAllocatorSettings()
+    assert found.startswith(f"{GROWING},pinned_max_round_threshold_mb:1")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert machine.set_allocator(Run("recipe.py", config), values) == "expandable_segments:False"
+    assert torch._C._accelerator_getAllocatorSettings() == found, "the user's own value stays"

@@ -141,6 +141,19 @@ def test_paths_and_values_arrive_unchanged(launch, tmp_path, elsewhere):
     assert not list(tmp_path.rglob("owned"))
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "x:1"}, "x:1"), ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None)],
+)
+def test_allocator_is_set_before_python_starts(launch, tmp_path, given, expected):
+    """Importing PEFT starts CUDA, which reads the variable then."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import sys\nprint(open('/proc/self/environ').read())\nsys.exit(0)\n")
+    process = launch("--tiny", recipe, CONFIG, **given)
+    variables = dict(line.partition("=")[::2] for line in process.stdout.strip().split("\0"))
+    assert variables.get("PYTORCH_ALLOC_CONF") == expected
+
+
 @pytest.mark.parametrize("arguments", [[RECIPE, "--help"], ["--tiny", RECIPE, CONFIG, "--help"]], ids=lambda words: words[0])
 def test_closed_pipe_is_no_error(environment, arguments):
     """`./launch.sh … | true`"""

@@ -13,6 +13,8 @@ from harness.configs import AccelerateConfig
 from harness.messages import UserError
 from harness.runs import Run
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the second one if there is no first one
+GROWING = "expandable_segments:True"  # of PYTORCH_ALLOC_CONF: less fragmentation of GPU memory
 # Keys of a config that become training arguments, whose flags these variables of accelerate would override. Besides, accelerate's
 # own checkpointing recomputes with other random numbers, so dropout would differ between forward and backward.
 LEFT_TO_ARGUMENTS = {
@@ -43,6 +45,8 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     with contextlib.suppress(RuntimeError):  # there is no home
         if os.access(Path.home(), os.W_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/torchinductor"))
+    if not own_allocator_settings():  # CUDA reads it when it starts, which importing PEFT does (through bitsandbytes)
+        os.environ["PYTORCH_ALLOC_CONF"] = GROWING
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
@@ -50,6 +54,12 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     else:
         hub.use_cache_if_unreachable()
+
+
+def own_allocator_settings() -> str:
+    """How the user makes PyTorch allocate memory, "" if that is left to this project."""
+    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), GROWING)
+    return "" if settings == GROWING else settings
 
 
 def set_environment_of_accelerate(run: Run) -> None:

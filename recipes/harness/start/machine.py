@@ -8,28 +8,33 @@ from pathlib import Path
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, plural
 from harness.runs import Run, rehearsal_hint
+from harness.start.environment import GROWING, own_allocator_settings
 from harness.start.record import plain
 
+import torch
 from transformers import TrainingArguments
 from trl import ModelConfig
 
 
-def set_allocator(run: Run, values: argparse.Namespace) -> None:
-    """Sets how PyTorch allocates GPU memory and pinned host memory, unless the user has. PyTorch reads that at its first use.
+def set_allocator(run: Run, values: argparse.Namespace) -> str:
+    """Sets how PyTorch allocates memory, unless the user has, by a call: CUDA may have started. Returns the settings.
 
     `values`: of all arguments.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
-        os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(run.config, values)
+    if own := own_allocator_settings():
+        return own
+    settings = allocator_settings(run.config, values)
+    torch._C._accelerator_setAllocatorSettings(settings)
+    return settings
 
 
 def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> str:
-    """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory. It reads that at its first use.
+    """How PyTorch allocates GPU memory and pinned host memory in a run, as PYTORCH_ALLOC_CONF has it.
 
     Large pinned blocks are neither rounded up nor cached if parameters are offloaded and only an adapter is trained. `values`: of
     all arguments.
     """
-    settings = "expandable_segments:True"  # less fragmentation of GPU memory
+    settings = GROWING
     checkpointing = plain(values.activation_checkpointing_kwargs) or {}  # the flag has JSON
     offloads_activations = (
         config.activation_checkpointing_offload
@@ -46,8 +51,6 @@ def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> 
 
 def count_gpus() -> int:
     """GPUs that this process may use. Raises UserError if there are GPUs that CUDA cannot use."""
-    import torch
-
     count = torch.cuda.device_count()  # the driver's count
     if count and not torch.cuda.is_available():
         try:
@@ -113,8 +116,6 @@ def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sha
 
     The config, the recipe or a flag can set mixed precision. Without it the model computes in its own dtype.
     """
-    import torch
-
     if training_args.fp16 or not (training_args.bf16 or model_args.dtype == "bfloat16"):
         return
     advice = f"pass --bf16 false --fp16 true --dtype {'float16' if model_args.use_peft else 'float32'}"

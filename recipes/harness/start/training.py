@@ -34,7 +34,13 @@ from harness.run.publishing import make_repository
 from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
-from harness.start.environment import LEFT_TO_ARGUMENTS, config_of_accelerate, set_environment_of_accelerate
+from harness.start.environment import (
+    ALLOCATOR_VARIABLES,
+    GROWING,
+    LEFT_TO_ARGUMENTS,
+    config_of_accelerate,
+    set_environment_of_accelerate,
+)
 from harness.start.preparing import (
     check_all_arguments,
     check_model_and_dataset,
@@ -86,6 +92,8 @@ class TrainedRecipe(StartedRecipe):
         else:
             on_cpu = run.on_cpu or values.use_cpu
             check_start_without_launcher(run, values, on_cpu)
+            if not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
+                print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
         machine.set_allocator(run, values)
         if on_cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.batches import too_few_steps
 from harness.commands.report import print_table
 from harness.messages import UserError
 from planner import cards
@@ -185,6 +186,8 @@ def print_choice(plan: dict[str, Any]) -> None:
             f"On SLURM, pass `sbatch --signal USR1@{here['signal_seconds']}`: without it, the signal comes 300 s before the time "
             f"limit, and two steps can take longer."
         )
+    if plan["steps_are_estimated"] and (few := too_few_steps(plan["steps"])):
+        print(f"warning: {few}")
     if not here["has_disk"]:
         print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
 
@@ -193,7 +196,8 @@ def describe_length(plan: dict[str, Any]) -> str:
     if not plan["steps"]:
         return f"unknown number of steps, pass --max_steps to see hours: {plan['no_steps']}"
     if plan["steps_are_estimated"]:
-        return f"about {plan['steps']:,} steps, estimated from the first rows of the dataset"
+        few = too_few_steps(plan["steps"])
+        return f"about {plan['steps']:,} steps, estimated from the first rows of the dataset{few and f'. {few}'}"
     return f"{plan['steps']:,} steps"
 
 

@@ -201,3 +201,9 @@ def test_why_the_number_of_steps_is_not_known(environment, own_files, tmp_path, 
     simulation = command.with_steps(dataclasses.replace(FOUND, max_steps=-1), count)
     described = pages.describe_length(summary.make_plan(simulation))
     assert described.startswith("unknown number of steps") and "tokenizer" in described, described
+
+
+def test_steps_that_are_too_few():
+    for steps in (9, 10):
+        found = dataclasses.replace(FOUND, max_steps=steps, steps_are_estimated=True)
+        assert ("too few" in pages.describe_length(summary.make_plan(found))) == (steps == 9)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED, is_packed, length_of_rows
+from harness.batches import IGNORED, is_packed, length_of_rows, rows_of_step, too_few_steps
 from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
 from harness.commands.rewards import print_rewards, score
@@ -319,6 +319,10 @@ def summarize(preview: Preview) -> dict[str, Any]:
     cut = preview.cut_tokens()
     sequences, tokens = preview.epoch()
     is_known = preview.has_whole_documents
+    args = preview.trainer.args
+    few = ""
+    if sequences and args.max_steps <= 0:
+        few = too_few_steps(math.ceil(args.num_train_epochs * sequences / rows_of_step(args, 1)))
     labels = []
     tokens_of_batches = 0
     tokens_in_loss = 0
@@ -341,7 +345,7 @@ def summarize(preview: Preview) -> dict[str, Any]:
         "unit": "rows" if preview.has_pairs else "sequences",
         "sequences_per_epoch": sequences and math.ceil(sequences),
         "tokens_per_epoch": tokens and round(tokens),
-        "warnings": find_problems(preview, labels),
+        "warnings": [*find_problems(preview, labels), *filter(None, [few])],
     }
 
 

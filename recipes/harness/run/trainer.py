@@ -21,11 +21,13 @@ from harness.run.generation import order_by_epoch, writes_answers
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
+from harness.run.schedule import fit_schedule
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -56,6 +58,10 @@ class RunTrainer(TrainerWithHooks):
         if writes_answers(self):
             order_by_epoch(loader)
         return keep_workers_after_sigterm(self.parts.position.divide(loader))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        fit_schedule(self.args, num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_eval_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
         loader = super().get_eval_dataloader(*args, **kwargs)

@@ -24,9 +24,13 @@ TASK = "Solve the problem step by step. The last number of your answer is the so
 
 
 def last_number(text):
-    number = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"  # commas stand between groups of three digits
-    numbers = re.findall(rf"(?:(?<![\d)\]}}])-)?{number}", text.replace("\u2212", "-"))  # the minus of 12-7 is no sign
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    minus = r"(?<![\d)\]}])-[\\$]*"  # also of -$5; the minus of 12-7 is no sign
+    number = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+"  # commas stand between groups of three digits
+    found = re.findall(f"({minus})?({number})", re.sub("[\u2212\u2013]", "-", text))
+    if not found:
+        return None
+    sign, digits = found[-1]
+    return float(digits.replace(",", "")) * (-1 if sign else 1)
 
 
 def is_right(completions, answer, **others):

@@ -37,6 +37,19 @@ def test_recipe_whose_model_writes_the_answers(preview_tiny, recipe):
     assert "prompt_ids: " in process.stdout and ("its own answer" in process.stdout) == (recipe == "qwen3_grpo")
 
 
+def test_fewer_questions_than_a_step_needs(preview_tiny, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(12)])
+    process = preview_tiny("qwen3_grpo", "--dataset_name", str(tmp_path / "rows.jsonl"), "--global_batch_size", "128")
+    assert process.returncode == 2 and "error: --global_batch_size" in process.stderr
+
+
+def test_good_and_bad_answers_of_kto(preview_tiny, tmp_path):
+    """The recipe rates the first one good, the second one bad."""
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"The number {number} is here"} for number in range(20)])
+    out = preview_tiny(str(ROOT / "tests/recipes/own/kto.py"), "--dataset_name", str(tmp_path / "rows.jsonl")).stdout
+    assert "--- a prompt with a good answer" in out and "--- a prompt with a bad answer" in out
+
+
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES if path.stem not in WRITE_ANSWERS])
 def test_every_recipe(preview_tiny, recipe):
     unpacked = ["--max_length", "2048"] if recipe == "qwen35_4b_lora" else []  # its rows are cut off there

@@ -35,7 +35,7 @@ def sentences(shared):
     [
         ("rewards", "1x3090", ["--global_batch_size", "16"]),  # of 20 rows, so step 3 begins the second epoch
         ("rewards", "4gpu_ddp", ["--global_batch_size", "16"]),
-        ("rewards", "4gpu_full_shard", ["--beta", "0.1"]),
+        ("rewards", "4gpu_full_shard", ["--beta", "0.1", "--bf16", "false"]),
         ("rloo", "1x3090", ["--use_peft", "false", "--learning_rate", "1e-3"]),
     ],
 )
@@ -53,6 +53,7 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, sentences,
     before, after = load_file(run / name), load_file(killed / name)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert read(run)["eval_reward"] == read(killed)["eval_reward"] != read(run)["eval_reward_on_start"]
+    assert (run / "samples.txt").is_file()
 
 
 def test_reward_rises(build_trainer, sentences, capsys):
@@ -113,69 +114,107 @@ def test_first_step_without_any_reward_ends_the_run(build_trainer, sentences, st
         train(trainer)
 
 
+def test_function_that_fails_in_a_later_step_is_one_message(build_trainer, sentences):
+    flags = ["--max_steps", "3", "--save_steps", "1", "--eval_strategy", "no", "--eval_on_start", "false"]
+    trainer = build_trainer(RECIPE, "--dataset_name", str(sentences), *flags)
+
+    def fails_later(completions, **others):
+        return [1 / (2 - trainer.state.global_step)] * len(completions)
+
+    trainer.reward_funcs, trainer.reward_func_names = [fails_later], ["fails_later"]
+    with pytest.raises(
+        UserError, match=r"test_rewards.py, line \d+: .*fails_later.*ZeroDivisionError.* resumes from .*checkpoint-2"
+    ):
+        train(trainer)
+
+
 def raises(completions, **others):
     return [1 / len(text[0]["content"]) for text in completions]
+
+
+def returns_none(completions, **others):
+    return None
+
+
+def returns_one(completions, **others):
+    return [1.0]
+
+
+def all_alike(completions, **others):
+    return [1.0] * len(completions)
+
+
+def rates_nothing(completions, **others):
+    return [None] * len(completions)
+
+
+def is_equal(completions, answer, **others):
+    return [float(messages[0]["content"] == right) for messages, right in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture
+def score_of(build_trainer):
+    """Calls `score` with other functions, and other rows, than those of qwen3_grpo."""
+
+    def call(*functions, rows=None):
+        trainer = build_trainer("qwen3_grpo")
+        if functions:
+            trainer.reward_funcs = [*functions]
+            trainer.reward_func_names = [getattr(function, "__name__", "model") for function in functions]
+            trainer.reward_weights = torch.ones(len(functions))
+            trainer.reward_processing_classes = [None] * len(functions)
+        trainer.train_dataset = trainer.train_dataset if rows is None else Dataset.from_list(rows)
+        return score(trainer, Path(__file__))
+
+    return call
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (None, ""),
-        (raises, r"test_rewards.py, line \d+: .* ZeroDivisionError"),
-        (lambda completions, **others: None, "test_rewards.py: .* one number for each completion"),
-        (lambda completions, **others: [1.0], "returned 1 rewards, but 4 were expected"),
-        (
-            lambda completions, **others: [1.0] * len(completions),
-            "its own answer 1, the answer of another row 1, an empty answer 1",
-        ),
-        (lambda completions, **others: [0.0] * len(completions), "its own answer 0, the answer of another row 0"),
+        (raises, r"test_rewards.py, line \d+: the reward function raises .*ZeroDivisionError"),
+        (returns_none, "returns_none"),
+        (returns_one, "returns_one"),
+        (all_alike, "its own answer 1, the answer of another row 1, an empty answer 1"),
+        (rates_nothing, "its own answer 0, the answer of another row 0"),
     ],
-    ids=["the recipe's", "raises", "no value", "one value", "all alike", "none"],
 )
-def test_preview_of_rewards(build_trainer, reward, message):
-    """The recipe's own function, and functions with which nothing could be learned."""
-    trainer = build_trainer("qwen3_grpo")
-    if not reward:
-        scored, why_not_compared = score(trainer, Path(RECIPE))
-        assert not why_not_compared
-        rewards = {kind: {one["reward"] for one in scored if one["kind"] == kind} for kind in KINDS}
-        assert rewards == {"its own answer": {1}, "the answer of another row": {0}, "an empty answer": {0}}
-        return
-    trainer.reward_funcs = [reward]
+def test_preview_of_useless_rewards(score_of, reward, message):
     with pytest.raises(UserError, match=message):
-        score(trainer, Path(__file__))
+        score_of(reward)
 
 
-KINDS = ("its own answer", "the answer of another row", "an empty answer")
-
-
-def equals(completions, answer, **others):
-    return [float(messages[0]["content"] == right) for messages, right in zip(completions, answer, strict=True)]
+def rows_with(answers):
+    return [{"prompt": [{"role": "user", "content": "Is it so?"}], "answer": answer} for answer in answers]
 
 
 @pytest.mark.parametrize(
-    ("answers", "reward", "reason", "best"),
+    ("rows", "functions", "reason", "best"),
     [
-        (["yes", "yes", "yes", "no", "yes", "no"], equals, "", "its own answer"),
-        (["yes"] * 6, equals, "same answer", ""),
-        (["yes", "no"] * 3, torch.nn.Linear(1, 1), "no weights", ""),
+        (None, [], "", "its own answer"),
+        (rows_with(["yes", "yes", "yes", "no", "yes", "no"]), [is_equal], "", "its own answer"),
+        (rows_with(["yes"] * 6), [is_equal], "same answer", "its own answer"),
+        (rows_with(["yes", "no"] * 3), [torch.nn.Linear(1, 1)], "no weights", None),
+        ([{"prompt": [{"role": "user", "content": "Is it so?"}]}] * 4, [all_alike], "no column", None),
     ],
 )
-def test_preview_of_good_rewards(monkeypatch, answers, reward, reason, best):
-    """Which rewards of a few answers, or of a model without its weights, would show as wrong."""
-    rows = [{"prompt": "Is it so?", "answer": answer} for answer in answers]
-    trainer = SimpleNamespace(train_dataset=Dataset.from_list(rows), reward_funcs=[reward])
-
-    def rewards_of(trainer, rows, answers):
-        if isinstance(reward, torch.nn.Module):
-            return [0.5] * len(answers)
-        return reward([[{"content": text}] for text in answers], [row["answer"] for row in rows])
-
-    monkeypatch.setattr("harness.commands.rewards.rewards_of", rewards_of)
-    scored, why_not_compared = score(trainer, Path(RECIPE))
-    assert reason in why_not_compared and bool(reason) == bool(why_not_compared)
+def test_preview_of_rewards(score_of, rows, functions, reason, best):
+    found = score_of(*functions, rows=rows)
+    assert reason in found["rewards_not_compared"] and bool(reason) == bool(found["rewards_not_compared"])
     if best:
-        assert {one["kind"] for one in scored if one["reward"]} == {best}
+        assert {one["kind"] for one in found["rewards"] if one["reward"]} == {best}
+    elif reason == "no column":  # an empty answer and the prompt
+        assert len(found["rewards"]) == 8 and "all_alike" in found["warnings"][0]
+
+
+def test_preview_of_several_functions(score_of):
+    """Each is shown, and those that tell nothing apart are named."""
+    found = score_of(is_equal, all_alike, rates_nothing, rows=rows_with(["yes", "no", "perhaps", "yes"]))
+    assert found["rewards"][0]["functions"] == {"is_equal": 1, "all_alike": 1, "rates_nothing": None}
+    assert [name in warning for name, warning in zip(("all_alike", "rates_nothing"), found["warnings"], strict=True)] == [
+        True
+    ] * 2
+    assert json.loads(json.dumps(found, allow_nan=False))
 
 
 def test_best_model_is_that_with_the_highest_reward(build_trainer, sentences):
@@ -216,6 +255,13 @@ def test_metrics_of_an_evaluation():
         ("3,14", 14),
         ("12,3456", 3456),
         ("-12,345,678.9", -12345678.9),
+        ("It costs $.75.", 0.75),
+        ("-.5", -0.5),
+        ("He has -$5.", -5),
+        ("-\\$5", -5),
+        ("x = \u20137", -7),
+        ("pages 12\u20137", 7),
+        ("so...5", 5),
     ],
 )
 def test_last_number(text, number):

@@ -40,6 +40,7 @@ def main(*words: str) -> None:
     parsed = arguments.preview().read(words)
     set_environment(parsed.tiny)
     from harness.data.conversion import MAX_LETTERS
+    from harness.run import generation
     from harness.run.session import report_dropped_rows
 
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
@@ -53,13 +54,15 @@ def main(*words: str) -> None:
         report_dropped_rows(preview.trainer)
         with rows_of_trainer(parsed.recipe):
             reason = why_no_documents(preview.trainer)
+            if generation.writes_answers(preview.trainer) and preview.data.get("is_complete", True):
+                generation.check_prompts(preview.trainer)
             if not parsed.json and not reason and parsed.full:
                 print_document(preview, parsed.full)
             elif not parsed.json and not reason:
                 print_rows(preview)
             numbers = other_rows(preview, reason) if reason else summarize(preview)
         if hasattr(preview.trainer, "reward_funcs"):
-            numbers["rewards"], numbers["rewards_not_compared"] = score(preview.trainer, parsed.recipe)
+            numbers |= score(preview.trainer, parsed.recipe)
         names = {"recipe": parsed.recipe.stem, "dataset": preview.started.run.data.display_name, "data": preview.data}
     if parsed.json:
         print(json.dumps(names | numbers, indent=2))
@@ -261,6 +264,8 @@ def print_rows(preview: Preview) -> None:
     for row in preview.first_rows[:SHOWN_ROWS]:
         documents = preview.as_seen(row)
         title = f"a prompt with {plural(len(documents), 'answer')}"
+        if "label" in row:  # of KTO
+            title = f"a prompt with a {'good' if row['label'] else 'bad'} answer"
         if not preview.has_pairs:
             title = f"a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}"
         print_once(f"\n--- {title}")

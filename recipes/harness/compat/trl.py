@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.compat.guards import changes
 
+import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 
@@ -69,14 +70,17 @@ def generate_in_evaluation_mode() -> None:
         unwrapped = accelerator.unwrap_model(model)
         is_training = unwrapped.training
         unwrapped.eval()
+        generate = unwrapped.generate
         if accelerator.is_fsdp2:
-            register_fsdp_forward_method(unwrapped, "generate")
-            unwrapped.generate = functools.partial(unwrapped.generate, synced_gpus=accelerator.num_processes > 1)
+            if "generate" not in vars(unwrapped):  # `Trainer.train` registers it, `Trainer.evaluate` does not
+                register_fsdp_forward_method(unwrapped, "generate")
+                generate = unwrapped.generate
+            unwrapped.generate = functools.partial(generate, synced_gpus=accelerator.num_processes > 1)
         try:
             yield unwrapped
         finally:
             if accelerator.is_fsdp2:
-                del unwrapped.generate  # of this instance
+                unwrapped.generate = generate
             unwrapped.train(is_training)
 
     _replace_in_trainers(unwrap_model_for_generation)
@@ -86,8 +90,8 @@ def generate_in_evaluation_mode() -> None:
     "trl:GRPOTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)",
     "trl:RLOOTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)",
 )
-def rewards_of(trainer: Any, rows: list[dict], answers: list[str]) -> list[float]:
-    """The rewards of an answer to the prompt of each row: the sum of all functions by `reward_weights`.
+def rewards_of(trainer: Any, rows: list[dict], answers: list[str]) -> torch.Tensor:
+    """The rewards of an answer to the prompt of each row, a column for each function; NaN: it does not rate the answer.
 
     Upstream: no issue: there is no public name.
     Checked with: trl 1.16.0.
@@ -98,8 +102,7 @@ def rewards_of(trainer: Any, rows: list[dict], answers: list[str]) -> list[float
     if isinstance(prompts[0], list):
         completions = [[{"role": "assistant", "content": answer}] for answer in answers]
     ids = [trainer.processing_class(answer)["input_ids"] for answer in answers]
-    of_functions = trainer._calculate_rewards(rows, prompts, completions, ids).cpu()
-    return (of_functions * trainer.reward_weights).nansum(1).tolist()
+    return trainer._calculate_rewards(rows, prompts, completions, ids).cpu()
 
 
 def _replace_in_trainers(function: Callable) -> None:

@@ -23,6 +23,7 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
     if trainer is None:
         exit_if_connection_lost(error)
     else:
+        raise_if_of_reward(error, trainer)
         from harness.run.disk import exit_if_disk_failed  # here, because a launcher imports this module before transformers
 
         exit_if_disk_failed(error, trainer)
@@ -36,6 +37,24 @@ def raise_if_ddp_waits(error: Exception) -> None:
             "--ddp_find_unused_parameters: a part of the model gets no gradient, and DDP waits for it: pass "
             "--ddp_find_unused_parameters true, or freeze that part in the recipe"
         ) from error
+
+
+def raise_if_of_reward(error: Exception, trainer: Any) -> None:
+    """Raises UserError if a reward function of GRPOTrainer or RLOOTrainer has failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not any(frame.name == "_calculate_rewards" for frame in frames):  # TRL's
+        return
+    names = ", ".join(trainer.reward_func_names)
+    where = ""
+    for frame in frames:
+        if frame.name in trainer.reward_func_names:
+            names = frame.name
+            where = f"{Path(frame.filename).name}, line {frame.lineno}: "
+    hint = f" {folder.resume_hint(Path(trainer.args.output_dir))}" if trainer.state.global_step else ""
+    raise UserError(
+        f"{where}the reward function {names} fails: {type(error).__name__}: {last_line(error)} (--debug shows the traceback). It "
+        f"must accept **others, and return a list with one number for each completion.{hint}"
+    ) from error
 
 
 def explain_missing_weights(model: str) -> str:

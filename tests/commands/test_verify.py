@@ -142,7 +142,15 @@ def test_answers_that_do_not_count_are_no_prompts(rehearse):
 
 
 def write_gguf(
-    run: Path, file: Path, weights: dict, template: str, theta: float, kind: str = "F32", architecture: str = "qwen2"
+    run: Path,
+    file: Path,
+    weights: dict,
+    template: str,
+    theta: float,
+    kind: str = "F32",
+    architecture: str = "qwen2",
+    end: str = "<|im_end|>",
+    swapped: int = 0,
 ) -> Path:
     """Writes a Qwen2 model as llama.cpp's convert_hf_to_gguf.py does: its metadata, and its weights under llama.cpp's names."""
     import gguf
@@ -159,6 +167,11 @@ def write_gguf(
     writer.add_rope_freq_base(theta)
     writer.add_vocab_size(config.vocab_size)
     writer.add_chat_template(template)
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    tokens[:swapped] = reversed(tokens[:swapped])
+    writer.add_token_list(tokens)
+    writer.add_eos_token_id(tokenizer.convert_tokens_to_ids(end))
     for name, weight in weights.items():
         for there, here in NAMES.items():
             name = name.replace(there, here)
@@ -209,6 +222,8 @@ def test_gguf_file(rehearse, tmp_path, table, error_of, gguf_python, monkeypatch
     assert failed(table(run, write(theta=theta / 1e4))[1]) == ["loss of the evaluation rows"]
     changed = template.replace("<|im_start|>", "<|im_start|> ", 1)
     assert failed(table(run, write(template=changed))[1]) == ["prompts with the trained tokens"]
+    assert failed(table(run, write(end="<|endoftext|>"))[1]) == ["vocabulary"]
+    assert failed(table(run, write(swapped=2))[1]) == ["vocabulary"]
 
     assert "qwen3" in error_of(verify.main, str(run), str(write(architecture="qwen3")))
     assert "not compared" in error_of(verify.main, str(run), str(write(architecture="nothing")))

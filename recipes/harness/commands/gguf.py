@@ -39,6 +39,27 @@ def load_tokenizer_of(reader: Any, run: Path) -> Any:
     return tokenizer
 
 
+def check_vocabulary(reader: Any, tokenizer: Any) -> tuple[str, str]:
+    """The run's vocabulary in words, and that of the file: how many tokens are those of the run, and with which an answer ends.
+
+    Without the added tokens that are not special, whose blanks llama.cpp's program writes in another way. Equal texts for a file
+    without a vocabulary.
+    """
+    field = reader.fields.get("tokenizer.ggml.tokens")
+    if field is None:
+        return "none", "none"
+    texts = field.contents()
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if not token.special}
+    known = {index: token for token, index in tokenizer.get_vocab().items() if index not in added}
+    equal = sum(index < len(texts) and texts[index] == token for index, token in known.items())
+    ends = set()
+    for name in ("eos", "eot"):
+        if end := reader.fields.get(f"tokenizer.ggml.{name}_token_id"):
+            ends.add(int(end.contents()))
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else min(ends, default=None)
+    return f"{len(known):,} tokens, end {tokenizer.eos_token_id}", f"{equal:,} tokens, end {end}"
+
+
 def load_gguf(file: Path, trained: Any) -> Any:
     """The model in a GGUF file, its weights in the dtype of `trained`, on the GPUs of this machine or on its CPU.
 

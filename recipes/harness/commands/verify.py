@@ -19,7 +19,7 @@ from typing import Any
 from harness.batches import IGNORED
 from harness.commands import arguments
 from harness.commands.documents import documents_of
-from harness.commands.gguf import is_quantized, load_gguf, load_tokenizer_of, read_gguf
+from harness.commands.gguf import check_vocabulary, is_quantized, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, as_parts, count_marks, with_image_tokens
@@ -74,6 +74,9 @@ def main(*words: str) -> int:
         if other and other.resolve() != run.resolve():
             if file:
                 quantized, load_tokenizer = is_quantized(file), partial(load_tokenizer_of, file, run)
+                expected, found = check_vocabulary(file, load_tokenizer())
+                result = "ok" if expected == found else "FAILED"
+                checks.append(Check(str(other), "vocabulary", expected, found, "equal", result))
                 model = load_gguf(other, config)
             else:
                 model, load_tokenizer = load_model(other), partial(load_saved_tokenizer, other)

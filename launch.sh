@@ -327,7 +327,7 @@ prepare_cuda_build() {
     cat -- "${files[@]}" <(echo "$site") >"$folder/installed.txt"
   fi
   python=$folder/bin/python
-  export CUDA_VISIBLE_DEVICES='' # nothing runs on a GPU, if there is one
+  export CUDA_VISIBLE_DEVICES='' TEST_ALL=1 # nothing runs on a GPU, if there is one
 }
 
 # run_tests [--cuda_build] [RECIPE [CONFIG]] [pytest argument …] [--flag of the recipe …]

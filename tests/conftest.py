@@ -24,8 +24,8 @@ from local_hub import serve
 from runs import Rehearsals, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tests of what others test too or a job of the workflow does, and simulations beside real steps.
-slow = pytest.mark.skipif("TEST_ALL" not in os.environ, reason="runs with TEST_ALL=1 only, as on GitHub")
+# Tests of what others test too, and of rare ways to start: the workflow `nightly` runs them.
+slow = pytest.mark.skipif("TEST_ALL" not in os.environ, reason="runs with TEST_ALL=1 only, as every night on GitHub")
 # Before torch is imported, here and in what the tests start: with several test processes per core, threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 importlib.import_module("harness")  # before transformers, which imports torchvision: see recipes/harness/torchvision_operators.py
@@ -47,9 +47,16 @@ OTHER_PACKAGES = {
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
 }
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
+# With -m quick, tests with these are left out, unless they have a mark `quick` or `unit` of their own.
+NOT_QUICK = {*REHEARSING, *OTHER_PACKAGES, "machines", "environment", "launch"}
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
 ORDER |= dict.fromkeys(OTHER_PACKAGES, 4)
+
+
+def at_night(*cases) -> list:
+    """Cases of a parametrized test that are `slow`; each is a tuple, or one value."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow) for case in cases]
 
 
 def pytest_addoption(parser):
@@ -92,6 +99,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("machines")
         elif REHEARSING & set(item.fixturenames):
             item.add_marker("rehearsal")
+        if item.get_closest_marker("unit") or not NOT_QUICK & set(item.fixturenames):
+            item.add_marker("quick")
         if item.get_closest_marker("unit") and (needs_machines or REHEARSING & set(item.fixturenames)):
             raise pytest.UsageError(f"{item.nodeid} has the mark `unit`, and a fixture that imports torch")
         if needs_machines or "module" in scopes:

@@ -10,8 +10,10 @@ from harness import configs
 from harness.start.flags import check_names
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from known_flags import known_flags
+
+pytestmark = slow  # installs SkyPilot
 
 TASK = ROOT / "cloud/train.yaml"
 DOCS = (ROOT / "docs/several-machines.md").read_text()

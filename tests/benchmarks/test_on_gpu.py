@@ -18,6 +18,8 @@ import measuring
 import on_gpu
 from runs import tiny_tokenizer
 
+pytestmark = slow
+
 PARAMETERS = {  # from each model's page on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
     "Qwen/Qwen2-0.5B-Instruct": 494_032_768,

@@ -14,9 +14,11 @@ from harness.runs import Run
 import pytest
 import real_tokenizers
 import trl
-from conftest import ROOT
+from conftest import ROOT, slow
 from datasets import Dataset
 from trl import SFTConfig
+
+pytestmark = slow  # downloads vocabularies
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # The vocabulary, the header of an answer, and the token that ends it, of chat templates.

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, slow
 from runs import losses, read, wait_until
 
 
@@ -42,6 +42,7 @@ def test_three_nodes(on_nodes, workdir):
     assert sorted(log.read_text().count('{"node"') for _, log in started) == [0, 0, 3]
 
 
+@slow
 def test_lost_node(on_nodes, machines, workdir, tmp_path):
     """The other node exits with one error message, and the same command resumes from a complete checkpoint."""
     run, two = workdir / "runs/broken", tmp_path / "2 nodes.yaml"

@@ -6,8 +6,10 @@ import subprocess
 
 import pytest
 from cluster import Slurm, missing
-from conftest import ROOT
+from conftest import ROOT, slow
 from runs import losses, read, wait_until
+
+pytestmark = slow
 
 
 @pytest.fixture

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from datasets import Dataset
 from local_hub import serve
 from runs import read, tiny_tokenizer
+
+pytestmark = slow
 
 RECIPE = "qwen2_fineweb_edu"
 

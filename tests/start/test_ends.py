@@ -4,6 +4,7 @@ These tests start launch.sh as a user does, and look at exit codes, processes an
 how far each process has come.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import yaml
 from cluster import Slurm, missing
-from conftest import ROOT, slow
+from conftest import ROOT, at_night, slow
 from runs import losses, read, wait_until
 
 RECIPE = ROOT / "tests/recipes/own/moments.py"
@@ -125,6 +126,7 @@ def check_resumed(run: Run, uninterrupted: Path, step: int):
     assert losses(run.folder / "run") == losses(uninterrupted / "run")
 
 
+@slow
 @pytest.mark.parametrize(
     ("flags", "began"), [(["--global_batch_size", "3"], 0), (["--learning_rate", "1e30"], 2)], ids=["in the check", "in training"]
 )
@@ -136,9 +138,10 @@ def test_refused_run_is_not_tried_again(launched, flags, began):
     assert len(run.moments("parsed")) == began and len(run.moments("recipe")) <= 3 and not run.moments("trained")
 
 
-@pytest.mark.parametrize("to", ["launcher", "all"])
+@pytest.mark.parametrize("to", ["launcher", *at_night("all")])
 @pytest.mark.parametrize(
-    ("number", "code", "config"), [(signal.SIGTERM, 143, TWO), (signal.SIGTERM, 143, ONE), (signal.SIGUSR1, 75, ONE)]
+    ("number", "code", "config"),
+    [(signal.SIGTERM, 143, TWO), *at_night((signal.SIGTERM, 143, ONE), (signal.SIGUSR1, 75, ONE))],
 )
 def test_signal_saves_and_ends(launched, uninterrupted, to, number, code, config):
     """Nothing starts again by itself, and the same command resumes. SLURM sends signals to every process of a job."""
@@ -187,18 +190,10 @@ sys.meta_path.insert(0, Pause)
 @pytest.mark.parametrize(
     ("moment", "config", "number"),
     [
-        ("torch", TWO, signal.SIGINT),
-        ("torch", TWO, signal.SIGTERM),
-        ("transformers", TWO, signal.SIGINT),
-        ("transformers", ONE, signal.SIGTERM),
-        ("recipe", TWO, signal.SIGINT),
-        ("recipe", TWO, signal.SIGTERM),
-        ("arguments", TWO, signal.SIGINT),
-        ("arguments", ONE, signal.SIGTERM),
         ("built", TWO, signal.SIGINT),
-        ("built", TWO, signal.SIGTERM),
-        ("step 2", TWO, signal.SIGINT),
-        ("step 2", ONE, signal.SIGINT),
+        *at_night(*itertools.product(["torch", "transformers", "recipe"], [TWO], [signal.SIGINT, signal.SIGTERM])),
+        *at_night(("arguments", TWO, signal.SIGINT), ("arguments", ONE, signal.SIGTERM), ("built", TWO, signal.SIGTERM)),
+        *at_night(("step 2", TWO, signal.SIGINT), ("step 2", ONE, signal.SIGINT)),
     ],
 )
 def test_signal_at_any_moment(launched, tmp_path, moment, config, number):
@@ -219,6 +214,7 @@ def test_signal_at_any_moment(launched, tmp_path, moment, config, number):
     run.check_message(errors=0)
 
 
+@slow
 def test_ctrl_c_of_the_launcher_alone(launched):
     """As `kill -INT` sends it."""
     run = launched(TWO, **SLOWLY)
@@ -228,6 +224,7 @@ def test_ctrl_c_of_the_launcher_alone(launched):
     run.check_message(errors=0)
 
 
+@slow
 @pytest.mark.parametrize("moment", ["arguments", "built"])
 def test_sigterm_to_all_processes_before_training(launched, moment):
     """As SLURM sends it."""
@@ -239,6 +236,7 @@ def test_sigterm_to_all_processes_before_training(launched, moment):
     run.check_message(errors=0)
 
 
+@slow
 def test_signals_after_the_last_step_have_no_effect(launched):
     """All processes get them again and again, until the last one has ended."""
     run = launched(TWO)
@@ -253,7 +251,7 @@ def test_signals_after_the_last_step_have_no_effect(launched):
     assert len(losses(run.folder / "run")) == read(run.folder / "run")["global_step"] == STEPS
 
 
-@pytest.mark.parametrize(("moment", "config"), [("built", TWO), ("step 2", TWO), ("step 2", ONE)])
+@pytest.mark.parametrize(("moment", "config"), [("step 2", TWO), *at_night(("built", TWO), ("step 2", ONE))])
 def test_killed_launcher_leaves_no_process(launched, moment, config):
     run = launched(config, **SLOWLY)
     run.wait_for(moment, PROCESSES[config])
@@ -262,6 +260,7 @@ def test_killed_launcher_leaves_no_process(launched, moment, config):
     run.wait_for_processes()
 
 
+@slow
 def test_launcher_in_the_background_of_a_shell(launched):
     """It ignores Ctrl-C, as `&` says. When it is killed, no process is left."""
     run = launched(TWO, before=["bash", "-c", '"$@" & echo $! >launcher; wait', "bash"], **SLOWLY)
@@ -288,6 +287,7 @@ def test_killed_process(launched, uninterrupted):
     check_resumed(again, uninterrupted, 8)
 
 
+@slow
 def test_suspended_process_ends_the_run(launched):
     """As `kill -STOP` does. Within --ddp_timeout the others print one message and exit."""
     run = launched(TWO, acts=[["step 2", 1, "os.kill(os.getpid(), 19)"]])
@@ -299,10 +299,7 @@ def test_suspended_process_ends_the_run(launched):
     ("rank", "act", "code"),
     [
         (-1, "fail()", 1),
-        (1, "fail()", None),
-        (-1, "sys.exit(7)", 2),
-        (-1, "sys.exit()", 2),
-        (-1, "os._exit(0)", 0),
+        *at_night((1, "fail()", None), (-1, "sys.exit(7)", 2), (-1, "sys.exit()", 2), (-1, "os._exit(0)", 0)),
     ],
 )
 def test_recipe_that_ends_before_training(launched, rank, act, code):
@@ -317,9 +314,9 @@ def test_recipe_that_ends_before_training(launched, rank, act, code):
     "command",
     [
         pytest.param([ROOT / "launch.sh", RECIPE, TWO], id="launch.sh"),
-        pytest.param([sys.executable, RECIPE], id="python"),
-        pytest.param([sys.executable, *TORCHRUN, RECIPE], id="torchrun"),
-        pytest.param([sys.executable, *ACCELERATE, RECIPE], id="accelerate launch"),
+        pytest.param([sys.executable, RECIPE], id="python", marks=slow),
+        pytest.param([sys.executable, *TORCHRUN, RECIPE], id="torchrun", marks=slow),
+        pytest.param([sys.executable, *ACCELERATE, RECIPE], id="accelerate launch", marks=slow),
     ],
 )
 def test_finished_run_ends_at_once(start, uninterrupted, command):
@@ -352,6 +349,7 @@ ENDS = {
 }
 
 
+@slow
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("program", [[], ["srun", "--ntasks=1"]], ids=["launch.sh", "srun"])
 def test_exit_code_through_srun(machines, launched, program, end):
@@ -363,6 +361,7 @@ def test_exit_code_through_srun(machines, launched, program, end):
     assert run.end() == code, run.printed()
 
 
+@slow
 def test_node_that_dies_and_comes_back(machines, environment, uninterrupted, tmp_path):
     """The same command starts again where it has ended, as a scheduler does; the losses are those of an uninterrupted run."""
     settings = yaml.safe_load((ROOT / f"accelerate_configs/{TWO}.yaml").read_text())

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import write_constraints
-from conftest import ROOT
+from conftest import ROOT, slow
 from payloads import ran, write_modules
 from runs import assert_one_error
+
+pytestmark = slow  # installs
 
 OLD = 'case "$1" in --version) echo "Python 3.10.13" ;; *) exit 1 ;; esac'
 NOT_ACTIVE = "echo 'pyenv: command not found' >&2; exit 127"  # as pyenv answers for a version that is not active

@@ -224,16 +224,14 @@ def test_best_model_is_that_with_the_highest_reward(build_trainer, sentences):
 
 
 def test_metrics_of_an_evaluation():
-    """Means over rows, without batches that have no reward, and the least and largest values of all batches."""
-    metrics = {"reward": [1.0, math.nan, 0.0], "completions/min_length": [5.0, 3.0, 4.0], "clip_ratio/high_max": [0.1, 0.3, 0.2]}
-    metrics |= {"rewards/min_words/mean": [1.0, 0.0, 0.0], "reward_std": [math.nan] * 3}
+    """Means over rows, without batches that have no reward."""
+    metrics = {"reward": [1.0, math.nan, 0.0], "rewards/min_words/mean": [1.0, 0.0, 0.0], "reward_std": [math.nan] * 3}
     accelerator = SimpleNamespace(gather=lambda steps: steps, num_processes=1)
-    means = Means(SimpleNamespace(accelerator=accelerator, _metrics={"eval": metrics}), loader=None)
+    means = Means(SimpleNamespace(accelerator=accelerator, gather_function=None, _metrics={"eval": metrics}), loader=None)
     rows = torch.tensor([3.0, 4.0, 1.0])
     means.steps = [torch.stack([torch.tensor(0.0), *[count] * 5]) for count in rows]
     means.finish()
     assert metrics["reward"] == [0.75] and metrics["rewards/min_words/mean"] == [3 / 8]
-    assert metrics["completions/min_length"] == [3] and metrics["clip_ratio/high_max"] == [pytest.approx(0.3)]
     assert all(map(math.isnan, metrics["reward_std"]))
 
 

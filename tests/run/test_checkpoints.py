@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from harness import folder
 from harness.messages import UserError
 from harness.run import checkpoints, marker
-from harness.run import losses as losses_of_run
-from harness.run.evaluation import check_metric_is_computed
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from conftest import ROOT, slow
 from peft import LoraConfig, get_peft_model
 from runs import SHORT, begin_at, fewer_processes, has_same_weights, history, losses, read, train
 from torch.distributed.checkpoint import save
-from trl import DPOTrainer, SFTTrainer
+from trl import SFTTrainer
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -118,21 +116,6 @@ def test_resumed_model_with_unused_layers(rehearse, fork_launch, workdir, config
     assert read(run)["resumed_from_step"] == 2
     assert losses(run) == losses(uninterrupted) and len(losses(run)) == 4
     assert has_same_weights(run, uninterrupted)
-
-
-@pytest.mark.parametrize("loss", [4.016977, 7.3714, 0.51])
-def test_weights_do_not_change_the_factor_of_a_loss(monkeypatch, loss):
-    """A resumed run measures the loss with other weights. In float32, three times a loss divided by it is not always three."""
-    args = SimpleNamespace(average_tokens_across_devices=True, world_size=3)
-    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
-
-    def loss_of(trainer, batch, count):
-        value = torch.tensor(loss) * 7 / count
-        return float(value * 3 if args.average_tokens_across_devices else value)
-
-    monkeypatch.setattr(losses_of_run, "loss_of", loss_of)
-    factor, ratio = losses_of_run.ask_for_count(trainer, losses_of_run.Loss(), {"labels": torch.ones(1, 7)})
-    assert factor == 3 and ratio == pytest.approx(0.5)
 
 
 def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
@@ -485,21 +468,6 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
         assert [(tmp_path / file / rank / "found.txt").read_text() for rank in "01"] == ["run/checkpoint-4"] * 2
         assert f"checkpoint-8 is damaged: {file} was changed. It was renamed" in process.stdout
         assert (tmp_path / file / "0/run/damaged-checkpoint-8").is_dir()
-
-
-def test_best_metric_that_no_evaluation_computes(build_trainer, error_of):
-    trainer = build_trainer("qwen2_chat")
-    trainer.args.metric_for_best_model = "eval_loss"
-    check_metric_is_computed(trainer)
-    trainer.args.metric_for_best_model = "foo"
-    assert "--metric_for_best_model foo is not computed: pass eval_loss" in error_of(check_metric_is_computed, trainer)
-    trainer.compute_metrics = dict  # a recipe with its own metrics
-    check_metric_is_computed(trainer)
-    trainer.compute_metrics = None
-    trainer.__class__ = DPOTrainer  # which computes rewards/accuracies and others
-    check_metric_is_computed(trainer)
-    trainer.__class__ = type("OwnTrainer", (type(trainer),), {})  # a recipe with a trainer of its own
-    check_metric_is_computed(trainer)
 
 
 def test_best_metric_of_sft_trainer(rehearse):

@@ -1,12 +1,12 @@
 """The loss of a step and of an evaluation is the mean over its tokens or rows, whatever computes it, in batches of any size."""
 
-import copy
+import contextlib
 import functools
 import math
-import random
+from types import SimpleNamespace
 
 from harness.messages import UserError
-from harness.run.losses import adapt_trainer, find_loss
+from harness.run.losses import check_loss_of_pairs, prepare_loss
 from harness.run.session import prepare_trainer
 
 import pytest
@@ -28,7 +28,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 # Answers of 1 to 9 tokens, so that a mean of means is far from the mean.
@@ -125,6 +125,12 @@ class Summed(Own):
         return 3 * cross_entropy(logits, labels, reduction="sum") / count
 
 
+class HalfSummed(Own):
+    def mix(self, logits, labels, inputs, count):
+        logits, labels = of_answers(logits, labels)
+        return cross_entropy(logits, labels, reduction="sum") / count + cross_entropy(logits, labels)
+
+
 class Super(Trainer):
     def compute_loss(self, model, inputs, **kwargs):
         return super().compute_loss(model, inputs, **kwargs)
@@ -143,20 +149,20 @@ def of_rows(trainer, batch, rows):
     return sum(cross_entropy(*of_answers(trainer.model(**pad([row])).logits, pad([row])["labels"])) for row in rows) / len(rows)
 
 
-# A trainer, its compute_loss_func, the model, and the loss of all rows in one batch by other means.
+# A trainer, its compute_loss_func, the model, the loss of all rows in one batch by other means, and `loss_is_mean_over`.
 KINDS = {
-    "causal model": (Trainer, None, language_model, of_model),
-    "encoder-decoder": (Trainer, None, encoder_decoder, of_model),
-    "calls super": (Super, None, language_model, of_model),
-    "classifier": (Trainer, None, classifier, of_model),
-    "function": (Trainer, class_loss, classifier, of_model),
-    "partial": (Trainer, functools.partial(weighed_loss, weight=torch.ones(2)), classifier, of_model),
-    "lambda": (Trainer, lambda outputs, labels, **_: 1 * class_loss(outputs, labels), classifier, of_model),
-    "sum of a function": (Trainer, sum_of_tokens, language_model, lambda *args: 2 * of_model(*args)),
-    "method": (Own, None, classifier, of_model),
-    "sum": (Summed, None, language_model, lambda *args: 3 * of_model(*args)),
-    "teacher": (Distilled, None, language_model, of_trainer),
-    "mean of rows": (MeanOfRows, None, language_model, of_rows),
+    "causal model": (Trainer, None, language_model, of_model, None),
+    "encoder-decoder": (Trainer, None, encoder_decoder, of_model, None),
+    "classifier": (Trainer, None, classifier, of_model, None),
+    "function": (Trainer, class_loss, classifier, of_model, None),
+    "partial": (Trainer, functools.partial(weighed_loss, weight=torch.ones(2)), classifier, of_model, None),
+    "method": (Own, None, classifier, of_model, None),
+    "calls super": (Super, None, language_model, of_model, "tokens"),
+    "sum of a function": (Trainer, sum_of_tokens, language_model, lambda *args: 2 * of_model(*args), "tokens"),
+    "sum": (Summed, None, language_model, lambda *args: 3 * of_model(*args), "tokens"),
+    "sum and mean": (HalfSummed, None, language_model, lambda *args: 2 * of_model(*args), "tokens"),
+    "teacher": (Distilled, None, language_model, of_trainer, "tokens"),
+    "mean of rows": (MeanOfRows, None, language_model, of_rows, "rows"),
 }
 
 
@@ -167,12 +173,12 @@ def tokenizer():
 
 
 def make_trainer(kind, folder, **arguments):
-    trainer_class, function, make_model, _ = KINDS[kind]
+    trainer_class, function, make_model, _, unit = KINDS[kind]
     torch.manual_seed(0)
     args = {"max_steps": 1, "learning_rate": 0, "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
     args |= {"save_strategy": "no", "max_grad_norm": 1e9, "logging_nan_inf_filter": False} | arguments
     rows = Dataset.from_list(LABELED if make_model is classifier else TEXTS)
-    return trainer_class(
+    trainer = trainer_class(
         model=make_model(),
         args=TrainingArguments(folder, **args),
         train_dataset=rows,
@@ -180,20 +186,23 @@ def make_trainer(kind, folder, **arguments):
         data_collator=pad,
         compute_loss_func=function,
     )
+    if unit:
+        trainer.loss_is_mean_over = unit
+    return trainer
 
 
 def prepare(trainer):
-    loss = find_loss(trainer)
-    adapt_trainer(trainer, loss)
+    loss = prepare_loss(trainer)
     add_parts(trainer, loss)
     return loss
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_changes_neither_loss_nor_gradients(tmp_path, kind):
-    for rows in (8, 4, 2):  # in a micro-batch
-        trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows)
-        prepare(trainer)
+    for rows, accumulation in ((8, 1), (2, 3), (1, 8)):
+        trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+        trainer.train_dataset = trainer.train_dataset.select(range(rows * accumulation))
+        loss = prepare(trainer)
         trainer.train()
         logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
         model, data = trainer.model, trainer.train_dataset
@@ -204,6 +213,7 @@ def test_accumulation_changes_neither_loss_nor_gradients(tmp_path, kind):
         norm = torch.stack([weight.grad.norm() for weight in model.parameters() if weight.grad is not None]).norm()
         assert logged["loss"] == pytest.approx(expected.item(), rel=1e-4)
         assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert loss.unit == ("row" if KINDS[kind][2] is classifier or kind == "mean of rows" else "token")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,56 +227,42 @@ def test_size_of_batches_does_not_change_an_evaluation(tmp_path, kind):
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_loss_that_counts_padding_is_evaluated_row_by_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Own, "mix", lambda self, logits, labels, inputs, count: logits.square().mean())
-    monkeypatch.setitem(KINDS, "padding", (Own, None, language_model, None))
-    trainer = make_trainer("padding", tmp_path)
+@pytest.mark.parametrize("unit", [None, "batches"])
+def test_loss_of_tokens_that_does_not_say_what_it_is_a_mean_over(tmp_path, unit):
+    """It could be a mean over its tokens or its rows, of which other steps follow."""
+    trainer = make_trainer("mean of rows", tmp_path)
+    trainer.loss_is_mean_over = unit
     prepare(trainer)
-    alone = [trainer.model(input_ids=torch.tensor([row["input_ids"]])).logits.square().mean().item() for row in TEXTS]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(alone) / len(alone), rel=1e-5)
-    assert "evaluations take one row at a time" in capsys.readouterr().out
+    with pytest.raises(UserError, match="loss_is_mean_over"):
+        trainer.train()
 
 
-def test_half_of_a_loss_that_is_divided_is_refused(tmp_path, monkeypatch):
-    def mix(self, logits, labels, inputs, count):
-        logits, labels = of_answers(logits, labels)
-        return cross_entropy(logits, labels, reduction="sum") / count + 0.1 * cross_entropy(logits, labels)
-
-    monkeypatch.setattr(Own, "mix", mix)
-    monkeypatch.setitem(KINDS, "half", (Own, None, language_model, None))
-    with pytest.raises(UserError, match="num_items_in_batch"):
-        find_loss(make_trainer("half", tmp_path))
-    Own.loss_is_scaled_for_ga = True
-    try:
-        assert find_loss(make_trainer("half", tmp_path)).divides, "the class says so"
-    finally:
-        del Own.loss_is_scaled_for_ga
+def test_loss_that_scales_itself_stays(tmp_path, monkeypatch):
+    """The class says so with transformers' own attribute."""
+    monkeypatch.setattr(Own, "loss_is_scaled_for_ga", False)
+    trainer = make_trainer("teacher", tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert prepare(trainer).is_right and trainer.loss_is_scaled_for_ga is False
 
 
-def test_asking_changes_nothing(tmp_path):
-    """Neither buffers, modes and random numbers nor what the trainer counts."""
-    trainer = make_trainer("teacher", tmp_path)
-    trainer.model.norm_of_batch = torch.nn.BatchNorm1d(32)
-    trainer.model.norm_of_batch.eval()
-    trainer.seen = 0
-    mix = trainer.mix
-
-    def counting(logits, labels, inputs, count):
-        trainer.seen += 1
-        trainer.model.norm_of_batch(logits.transpose(1, 2))
-        return mix(logits, labels, inputs, count) + torch.nn.functional.dropout(logits, 0.5).square().sum() * 0
-
-    trainer.mix = counting
-    before = copy.deepcopy(trainer.model.state_dict())
-    state, of_python = torch.get_rng_state(), random.getstate()
-    modes = [module.training for module in trainer.model.modules()]
-    own = {name: value for name, value in vars(trainer).items() if isinstance(value, int | float)}
-    find_loss(trainer)
-    assert own.items() <= vars(trainer).items()
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == of_python
-    assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
-    assert [module.training for module in trainer.model.modules()] == modes
-    assert trainer.seen == 0 and all(weight.grad is None for weight in trainer.model.parameters())
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, "--loss_type sft"),
+        (DPOConfig, {"loss_type": ["sft"], "per_device_train_batch_size": 1}, "--loss_type sft"),
+        (DPOConfig, {"loss_type": ["sft"], "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}, None),
+        (DPOConfig, {"loss_type": ["sigmoid", "hinge"]}, None),
+        (DPOConfig, {"loss_type": ["aot"]}, "--loss_type aot compares the rows"),
+        (KTOConfig, {}, "--loss_type kto compares the rows"),
+        (KTOConfig, {"loss_type": "apo_zero_unpaired"}, None),
+    ],
+)
+def test_losses_that_depend_on_the_micro_batch(tmp_path, capsys, config, settings, words):
+    trainer = SimpleNamespace(args=config(tmp_path, use_cpu=True, bf16=False, report_to="none", **settings))
+    is_refused = "sft" in settings.get("loss_type", []) and words
+    with pytest.raises(UserError, match=words) if is_refused else contextlib.nullcontext():
+        check_loss_of_pairs(trainer)
+    printed = capsys.readouterr().out
+    assert printed == "" if is_refused or not words else words in printed
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -284,7 +280,7 @@ def test_metrics_of_dpo_are_means_over_pairs_and_tokens(tmp_path, rows):
     reference, model = language_model(), language_model()
     data = Dataset.from_list(rows_of_text)
     trainer = DPOTrainer(model, reference, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
-    add_parts(trainer, find_loss(trainer))
+    add_parts(trainer, prepare_loss(trainer))
     found = trainer.evaluate()
 
     chosen_tokens = correct = 0

@@ -1,13 +1,12 @@
 """The evaluation of a run: means over tokens or rows, and the metric that chooses the best checkpoint."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import folder
 from harness.compat.trl import logged_metrics
-from harness.messages import UserError, print_once
+from harness.messages import print_once
 from harness.run.metrics import evaluation_losses, logged_by_evaluations
 from harness.run.progress import size_of
 
@@ -16,6 +15,7 @@ from accelerate.data_loader import prepare_data_loader
 from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
+from trl import DPOConfig
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
@@ -101,23 +101,20 @@ class Means:
         self.batches = sampler if isinstance(sampler, EvaluationBatches) else None
         self.steps: list[torch.Tensor] = []  # the loss of each batch, and its `Sizes`
         self.answer_tokens: torch.Tensor | None = None  # of the last batch, if the trainer writes the answers itself
+        self.gather_all = trainer.gather_function
 
     def sizes(self, batch: Any) -> Sizes:
         """What `add` needs of the next batch; before its loss is computed, which may change the batch."""
         loss = self.trainer.parts.loss
         count = len(self.batches.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
         rows = torch.tensor(float(count), device=self.trainer.accelerator.device)
+        if isinstance(self.trainer.args, DPOConfig):  # the chosen answers first
+            chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
+            return Sizes(rows, rows, chosen + rejected, chosen, rejected)
         tokens = loss.tokens(batch)
         if tokens is None:
             tokens = rows
-        weight = rows if loss.unit == "row" else tokens
-        has_pairs = (
-            isinstance(batch, Mapping) and "completion_mask" in batch and not {"labels", "label"} & batch.keys()
-        )  # not KTO
-        if has_pairs:  # the chosen answers first
-            chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
-            return Sizes(weight, rows, chosen + rejected, chosen, rejected)
-        return Sizes(weight, rows, tokens, tokens, tokens)
+        return Sizes(rows if loss.unit == "row" else tokens, rows, tokens, tokens, tokens)
 
     def add(self, sizes: Sizes, loss: torch.Tensor | None) -> None:
         if self.answer_tokens is not None:
@@ -126,20 +123,10 @@ class Means:
         device = self.trainer.accelerator.device
         self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))
 
-    @contextlib.contextmanager
-    def replace_gathering(self) -> Iterator[None]:
-        """Makes the trainer take predictions of a shared batch from one process."""
-        gather = self.trainer.gather_function
-
-        def gather_once(data: Any, **options: Any) -> Any:
-            is_shared = self.batches is not None and len(self.steps) - 1 in self.batches.shared
-            return data if is_shared else gather(data, **options)
-
-        self.trainer.gather_function = gather_once
-        try:
-            yield
-        finally:
-            self.trainer.gather_function = gather
+    def gather(self, data: Any, **options: Any) -> Any:
+        """Gathers predictions, those of a shared batch from one process."""
+        is_shared = self.batches is not None and len(self.steps) - 1 in self.batches.shared
+        return data if is_shared else self.gather_all(data, **options)
 
     def finish(self) -> float | None:
         """The mean loss, None without a batch; makes TRL's metrics such means too. Collective."""
@@ -154,33 +141,12 @@ class Means:
                 size[:, self.batches.shared] /= accelerator.num_processes
         metrics = logged_metrics(self.trainer).get("eval", {})
         for name, values in metrics.items():
-            of_steps = getattr(sizes, OVER_TOKENS.get(name, "rows")).sum(0)
             of_batches = torch.tensor(values, dtype=torch.double)
             is_number = ~of_batches.isnan()  # it is NaN for a batch of which a function gives no reward, or without variance
-            if not is_number.any():
-                continue
-            words = name.rpartition("/")[2].split("_")  # such as completions/min_length and clip_ratio/low_min
-            if "min" in (words[0], words[-1]):
-                metrics[name] = [float(of_batches[is_number].min())]
-            elif "max" in (words[0], words[-1]):
-                metrics[name] = [float(of_batches[is_number].max())]
-            elif len(of_batches) == len(of_steps) and of_steps[is_number].sum():
-                counted = of_steps[is_number]
-                metrics[name] = [float(counted @ of_batches[is_number] / counted.sum())]
+            counts = getattr(sizes, OVER_TOKENS.get(name, "rows")).sum(0)
+            if len(of_batches) == len(counts) and counts[is_number].sum():
+                metrics[name] = [float(counts[is_number] @ of_batches[is_number] / counts[is_number].sum())]
         return float(torch.where(sizes.weight > 0, losses * sizes.weight, 0).sum() / sizes.weight.sum())
-
-
-@contextlib.contextmanager
-def without_router_loss(trainer: Trainer) -> Iterator[None]:
-    """Keeps the loss of a mixture of experts' router out of an evaluation: it depends on which rows are in a batch together."""
-    was_enabled = getattr(trainer, "aux_loss_enabled", None)
-    if was_enabled:
-        trainer.aux_loss_enabled = False
-    try:
-        yield
-    finally:
-        if was_enabled:
-            trainer.aux_loss_enabled = True
 
 
 def print_best_checkpoint(trainer: Trainer) -> None:
@@ -193,21 +159,3 @@ def print_best_checkpoint(trainer: Trainer) -> None:
         print_once(f"The saved model is that of step {step_of_saved_model(trainer)}, the best one: {best}.")
     else:
         print_once("warning: no checkpoint has an evaluation, so the saved model is that of the last step, not the best one")
-
-
-def check_metric_is_computed(trainer: Trainer) -> None:
-    """Raises UserError if no evaluation computes `metric_for_best_model`: transformers would only notice when it saves."""
-    name = (trainer.args.metric_for_best_model or "").removeprefix("eval_")
-    modules = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer.sft_trainer")
-    computes_others = type(trainer).__module__ not in modules  # such as DPOTrainer's rewards/accuracies
-    if not name or trainer.compute_metrics or computes_others or trainer.args.eval_strategy == "no":
-        return
-    losses = ["eval_loss"]
-    if isinstance(trainer.eval_dataset, dict):
-        losses = [f"eval_{label}_loss" for label in trainer.eval_dataset]
-    is_of_trl = type(trainer).__module__.startswith("trl.")  # SFTTrainer adds metrics without a label
-    if is_of_trl and name in ("mean_token_accuracy", "entropy", "num_tokens"):
-        return
-    if f"eval_{name}" not in losses and not name.endswith(("runtime", "samples_per_second", "steps_per_second")):
-        asked = trainer.args.metric_for_best_model
-        raise UserError(f"--metric_for_best_model {asked} is not computed: pass {', '.join(losses)}")

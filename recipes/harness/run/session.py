@@ -14,11 +14,11 @@ from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
 from harness.run.checkpoints import check_adapter, check_saved_weights, print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.disk import check_disk_space
-from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
+from harness.run.evaluation import evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
 from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewards, writes_answers
 from harness.run.held_out import has_held_out, save_held_out
-from harness.run.losses import Loss, adapt_trainer, find_loss
+from harness.run.losses import Loss, prepare_loss
 from harness.run.parameters import (
     base_of,
     count_parameters,
@@ -102,9 +102,7 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
     check_trainer(trainer)
     freeze_unused_parts(trainer)
     hidden = prepare_sharding(trainer, run.config)
-    loss = find_loss(trainer)
-    if loss.is_measured:  # otherwise `AfterWrapping` measures it
-        adapt_trainer(trainer, loss)
+    loss = prepare_loss(trainer)
     prepare_trainer(trainer, loss)
     group = make_cpu_group(trainer.args.ddp_timeout)
     checkpoint = recover_checkpoints(trainer.args)
@@ -310,6 +308,5 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
         restore_callbacks(trainer, checkpoint)
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
-    check_metric_is_computed(trainer)
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer)

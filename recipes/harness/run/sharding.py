@@ -9,7 +9,7 @@ from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, print_once
 from harness.model.quantized import prepare_quantized_model
-from harness.run.losses import Loss, adapt_trainer, measure
+from harness.run.losses import Loss
 
 import torch
 from accelerate import Accelerator
@@ -219,9 +219,6 @@ class AfterWrapping(TrainerCallback):
             if not is_tied:  # tied ones are one FSDP unit
                 skip_frozen_embedding_in_backward(embedding)
         show_saved_buffers(self.hidden)
-        if not self.loss.is_measured:
-            measure(self.trainer, self.loss)
-            adapt_trainer(self.trainer, self.loss)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Gives all processes the saved buffers of the first one, as DDP does, before they are evaluated with and saved."""

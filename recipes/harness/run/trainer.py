@@ -1,7 +1,6 @@
 """RunTrainer: what a run overrides in the trainer that a recipe has made, of whatever class."""
 
 import contextlib
-import copy
 import functools
 import signal
 from collections.abc import Callable, Iterator
@@ -16,9 +15,9 @@ from harness.folder import step_of
 from harness.messages import UserError
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import Checkpoints, load_converted
-from harness.run.evaluation import Means, read_equally, without_router_loss
+from harness.run.evaluation import Means, read_equally
 from harness.run.generation import order_by_epoch, writes_answers
-from harness.run.losses import Loss
+from harness.run.losses import Loss, changed, check_unit
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
 from harness.run.schedule import fit_schedule
@@ -80,26 +79,41 @@ class RunTrainer(TrainerWithHooks):
         """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
         loss = self.parts.loss
         options = {"return_outputs": True} if return_outputs else {}
-        if loss.is_right or not loss.is_measured:
+        if loss.is_right:
             # DistillationTrainer calls a part of the model, around which accelerate has put no autocast.
             is_partial = isinstance(self.args, DistillationConfig)
             with self.accelerator.autocast() if is_partial else contextlib.nullcontext():
                 return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
-        tokens = loss.tokens(inputs)  # before the loss takes the labels out
-        scale = loss.scale(self, tokens, num_items_in_batch)
-        if self.model.training and loss.is_undefined(tokens):
-            inputs = copy.copy(loss.batch)  # FSDP needs all processes to compute
-            scale = 0
-        count = loss.count_for(self.model.training, tokens, num_items_in_batch)
-        found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
-        return (found[0] * scale, found[1]) if return_outputs else found * scale
+        labels = loss.labels(inputs)  # before the loss takes them out
+        tokens = loss.tokens(inputs)
+        if tokens is None:
+            loss.unit = "row"
+        else:
+            check_unit(self, loss)
+        is_training = self.model.training
+        is_empty = is_training and tokens is not None and not int(tokens)
+        if is_empty:  # a mean over no token is NaN, and FSDP needs all processes to compute
+            inputs = inputs | {name: inputs[name].clamp(min=0) for name in ("labels", "shift_labels") if name in inputs}
+        count = labels.ne(-100).sum().clamp(min=1) if loss.own and labels is not None else None
+        with changed(self.args, "average_tokens_across_devices", False):  # otherwise multiplied by the number of processes
+            found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
+        value = found[0] if return_outputs else found
+        if is_training:
+            value = value * 0 if is_empty else loss.share_of_step(self, value, tokens, num_items_in_batch)
+        return (value, found[1]) if return_outputs else value
+
+    def _get_num_items_in_batch(self, *args: Any) -> torch.Tensor | None:
+        """transformers counts the tokens of a step only for a model that takes their number."""
+        with changed(self, "model_accepts_loss_kwargs", self.model_accepts_loss_kwargs or not self.parts.loss.is_right):
+            return super()._get_num_items_in_batch(*args)
 
     def evaluation_loop(
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **options: Any
     ) -> EvalLoopOutput:
         """transformers logs the mean of the means of batches, and counts the rows that complete the last batch."""
         self.means = Means(self, dataloader)
-        with self.means.replace_gathering(), without_router_loss(self):
+        # The loss of a router depends on which rows are in a batch together.
+        with changed(self, "gather_function", self.means.gather), changed(self, "aux_loss_enabled", False):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **options)
         loss = self.means.finish()
         self.means = None

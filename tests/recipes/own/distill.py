@@ -16,6 +16,8 @@ class DistillConfig(SFTConfig):
 
 
 class DistillTrainer(SFTTrainer):
+    loss_is_mean_over = "tokens"
+
     def __init__(self, *args, teacher, **kwargs):
         super().__init__(*args, **kwargs)
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)

@@ -28,6 +28,7 @@ def main():
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         compute_loss_func=weighed_loss,
     )
+    trainer.loss_is_mean_over = "tokens"
     train(trainer)
 
 

@@ -1,9 +1,7 @@
 """qwen35_4b_images: rows with and without images on several processes, a resumed run, what it saves, and what it refuses."""
 
 import json
-from types import SimpleNamespace
 
-from harness.run.session import check_images_of_all_rows
 from harness.runs import Run, StartedRecipe
 from harness.start.checks import check_rows_are_tokens
 
@@ -69,24 +67,6 @@ def test_adapter_is_in_text_part_with_linear_attention(build_trainer):
     ends = {name.rpartition(".")[2] for name in names if name}
     assert {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"} <= ends
     assert all(".language_model." in name for name in names if name)
-
-
-def test_rows_without_images_and_a_trained_vision_part_are_for_one_process(build_trainer, error_of):
-    """With several, those whose rows have images would wait for the others: it is refused, before the first step."""
-    trainer = build_trainer(RECIPE, "--use_peft", "false")
-    found = SimpleNamespace(
-        model=trainer.model,
-        args=SimpleNamespace(world_size=2),
-        processing_class=trainer.processing_class,
-        train_dataset=trainer.train_dataset,
-        eval_dataset=None,
-    )
-    assert error_of(check_images_of_all_rows, found).startswith("--use_peft false: ")
-    found.args.world_size = 1
-    check_images_of_all_rows(found)
-    found.args.world_size = 2
-    found.train_dataset = trainer.train_dataset.filter(lambda row: row["images"])
-    check_images_of_all_rows(found)
 
 
 def test_recipe_without_the_collator_is_refused(build_trainer, error_of, tmp_path):

@@ -4,14 +4,13 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 from harness import folder
 from harness.messages import UserError
-from harness.run import checkpoints, marker
+from harness.run import checkpoints, marker, weights
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ import transformers
 from conftest import ROOT, slow
 from peft import LoraConfig, get_peft_model
 from runs import SHORT, begin_at, fewer_processes, has_same_weights, history, losses, read, train
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save
 from trl import SFTTrainer
 
@@ -166,15 +166,9 @@ def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, bef
     [
         ({"processes": 1, "gradient_accumulation_steps": 16}, False, ""),
         ({"processes": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}, False, ""),
-        ({"processes": 2}, False, "had 32 rows, those of this run have 16: 48 rows are trained on twice in this epoch"),
-        ({"processes": 8}, False, "had 32 rows, those of this run have 64: 96 rows are never trained on in this epoch"),
-        ({"processes": 8}, True, "had 32 rows, those of this run have 64\n"),
-        ({"processes": 4, "max_length": 64}, True, "with max_length 32, this run has max_length 64: weights"),
-        (
-            {"processes": 4, "max_length": 64, "seed": 1},
-            True,
-            "max_length 32, seed 0, this run has max_length 64, seed 1: weights",
-        ),
+        ({"processes": 2}, False, "the rows of a step (32, now 16) changed"),
+        ({"processes": 8}, True, ""),
+        ({"processes": 4, "max_length": 64, "seed": 1}, True, "max_length, seed changed"),
     ],
 )
 def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, message):
@@ -188,26 +182,6 @@ def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, me
     checkpoints.print_changed_rows(checkpoint, SimpleNamespace(**saved | now), is_stream)
     printed = capsys.readouterr().out
     assert message in printed and bool(printed) == bool(message)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, ""),
-        ({"target_modules": ["v_proj", "q_proj"]}, ""),
-        ({"r": 16, "lora_alpha": 64}, "has r 8, lora_alpha 8, that of this run has r 16, lora_alpha 64"),
-        ({"target_modules": ["q_proj"]}, "that of this run has target_modules q_proj"),
-    ],
-)
-def test_adapter_of_another_shape_or_scale_is_refused(tmp_path, error_of, changes, words):
-    """Of a recipe that makes its own: run.json does not have its settings."""
-    settings = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    LoraConfig(**settings).save_pretrained(tmp_path)
-    model = SimpleNamespace(peft_config={"default": LoraConfig(**settings | changes)})
-    if words:
-        assert words in error_of(checkpoints.check_adapter, tmp_path, model)
-    else:
-        checkpoints.check_adapter(tmp_path, model)
 
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -231,44 +205,65 @@ def saved_model(request, tmp_path):
         save({"model": model.state_dict()}, checkpoint_id=checkpoint / folder.SHARDED)
     else:
         model.save_pretrained(checkpoint)
-    trained = checkpoints.names_of_trained(model)
+    trained = weights.WeightsOfModel(model).trained
     marker.write_marker(checkpoint, {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}, "trained": trained})
     return checkpoint, make
 
 
 def test_weights_of_another_model_are_refused(saved_model, error_of):
     checkpoint, make = saved_model
-    checkpoints.check_saved_weights(checkpoint, make())
-    assert "another shape" in error_of(checkpoints.check_saved_weights, checkpoint, make(hidden_size=16))
+
+    def problem(model):
+        return error_of(weights.check_saved_weights, checkpoint, weights.WeightsOfModel(model))
+
+    weights.check_saved_weights(checkpoint, weights.WeightsOfModel(make()))
+    assert "another shape" in problem(make(hidden_size=16))
+    assert "it lacks " in problem(make(num_hidden_layers=3))
     frozen = make()
     next(weight for weight in frozen.parameters() if weight.requires_grad).requires_grad_(False)
-    message = error_of(checkpoints.check_saved_weights, checkpoint, frozen)
-    assert re.search(r" trained (base_model\.model\.)?model\.", message), message
-    content = marker.read_marker(checkpoint)
-    (checkpoint / "writing").touch()
-    marker.write_marker(checkpoint, {name: value for name, value in content.items() if name != "trained"})  # of an older version
-    checkpoints.check_saved_weights(checkpoint, frozen)
-    assert "it lacks " in error_of(checkpoints.check_saved_weights, checkpoint, make(num_hidden_layers=3))
-    fewer = make()
-    fewer.get_decoder().layers[0].self_attn.q_proj = torch.nn.Identity()
-    assert "the model has no " in error_of(checkpoints.check_saved_weights, checkpoint, fewer)
+    assert "the run trained others" in problem(frozen)
+    assert "--output_dir: " in problem(make(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("is_adapter", "left_out"), [(True, "all"), (True, "one"), (True, "the file"), (False, "all"), (False, "one")]
+)
+def test_checkpoint_without_what_was_trained_is_not_complete(build_trainer, monkeypatch, is_adapter, left_out):
+    """As adapters that are saved empty or in part: the run ends at its first save, before the completion marker."""
+    flags = ["--max_steps", "2", "--save_steps", "1", "--eval_strategy", "no", "--max_length", "32"]
+    trainer = build_trainer("qwen2_chat", *flags, *(["--use_peft"] if is_adapter else []))
+    save = SFTTrainer._save
+
+    def save_in_part(self, output_dir=None, state_dict=None):
+        save(self, output_dir, state_dict)
+        (path,) = Path(output_dir).glob("*.safetensors")
+        saved = load_file(path)
+        path.unlink()
+        if left_out != "the file":
+            save_file({} if left_out == "all" else {name: saved[name] for name in sorted(saved)[1:]}, path)
+
+    monkeypatch.setattr(SFTTrainer, "_save", save_in_part)
+    with pytest.raises(RuntimeError, match="does not have the weights that were trained"):
+        train(trainer)
+    assert folder.newest_complete_checkpoint(Path(trainer.args.output_dir)) is None
 
 
 def test_names_that_save_pretrained_converts(tmp_path):
     """Experts are one weight in the model, and in the files one each."""
 
-    def make():
-        config = transformers.Qwen3MoeConfig(num_key_value_heads=2, num_experts=2, moe_intermediate_size=8, **SMALL)
+    def make(**sizes):
+        config = transformers.Qwen3MoeConfig(num_key_value_heads=2, num_experts=2, moe_intermediate_size=8, **SMALL | sizes)
         return transformers.Qwen3MoeForCausalLM(config)
 
     saved, model = make(), make()
     saved.save_pretrained(tmp_path)
-    marker.begin_writing(tmp_path)
-    marker.write_marker(tmp_path, {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}})
-    checkpoints.check_saved_weights(tmp_path, model)
-    assert checkpoints.load_converted(model, tmp_path)
+    assert not weights.WeightsOfModel(model).problem(tmp_path)
+    assert weights.load_converted(model, tmp_path)
     for name, weight in saved.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
+    with pytest.raises(UserError, match="the weights in"):
+        weights.load_converted(make(num_hidden_layers=1), tmp_path)
+    assert weights.WeightsOfModel(make(num_hidden_layers=3)).problem(tmp_path)
 
 
 def test_callback_continues_with_its_state(build_trainer):

@@ -5,14 +5,13 @@ import shutil
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
-from harness.run import marker
-from harness.run.checkpoints import check_saved_weights
 from harness.run.saving import load_original_config, save_model
 from harness.run.sharding import prepare_gradient_scaler, prepare_sharding
+from harness.run.weights import WeightsOfModel
 
 import pytest
 import torch
-from runs import read
+from runs import add_parts, read
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -42,6 +41,7 @@ def test_tokenizer_with_several_templates(build_trainer, tmp_path):
     trainer = build_trainer("qwen2_chat")
     run, templates = Path(trainer.args.output_dir), {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     trainer.processing_class.chat_template = templates
+    add_parts(trainer)
     for _ in range(2):
         save_model(trainer, load_original_config(trainer))
     assert AutoTokenizer.from_pretrained(run).chat_template == templates and not (run / ".model.draft").exists()
@@ -66,16 +66,14 @@ class Embedder(torch.nn.Module):
 
 
 def test_model_of_another_library_writes_its_own_files(build_trainer):
-    """Their names of weights are not those of the module, also in a checkpoint."""
+    """Their names of weights are not those of the module."""
     trainer = build_trainer("qwen2_chat")
     trainer.model, run = Embedder(trainer.model), Path(trainer.args.output_dir)
+    add_parts(trainer)
     save_model(trainer, load_original_config(trainer))
     weights = load_file(run / "model.safetensors")
     assert weights["model.norm.weight"].equal(trainer.model.inner.model.norm.weight)
-    marker.begin_writing(run / "checkpoint-1")
-    trainer.model.save_pretrained(run / "checkpoint-1")
-    marker.write_marker(run / "checkpoint-1", {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}})
-    check_saved_weights(run / "checkpoint-1", trainer.model)
+    assert not WeightsOfModel(trainer.model).problem(run)
 
 
 def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tmp_path):
@@ -86,6 +84,7 @@ def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tm
     assert settings.pop("dtype") == "bfloat16"
     (source / "config.json").write_text(json.dumps(settings))
     trainer.model.config.name_or_path = str(source)
+    add_parts(trainer)
     save_model(trainer, load_original_config(trainer))
     assert {weight.dtype for weight in load_file(run / "model.safetensors").values()} == {torch.bfloat16}
     assert read(run, "config.json")["dtype"] == "bfloat16"

@@ -1,19 +1,21 @@
 """What a run overrides in a recipe's trainer."""
 
+import contextlib
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 from harness.compat.transformers import TrainerWithHooks
-from harness.run import session
+from harness.messages import UserError
+from harness.run import generation, session
 from harness.run.trainer import keep_workers_after_sigterm
 
 import pytest
 import torch
-from datasets import Dataset
 from runs import add_parts, train
 from torch.utils.data import DataLoader
-from trl import SFTTrainer
+from trl import SFTTrainer, SyncRefModelCallback
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -28,13 +30,6 @@ def test_data_workers_survive_sigterm(build_trainer, split):
     next(batches)
     os.kill(batches._workers[0].pid, signal.SIGTERM)
     assert [len(next(batches)["input_ids"]) for _ in range(4)]
-
-
-@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-def test_trainer_without_rows_is_an_error(error_of, name):
-    empty, rows = (Dataset.from_dict({"input_ids": ids}) for ids in ([], [[1]]))
-    trainer = SimpleNamespace(**{"train_dataset": rows, "eval_dataset": rows, name: empty})
-    assert f"{name} of the trainer has no row" in error_of(session.check_trainer, trainer)
 
 
 def test_workers_are_initialized_as_before():
@@ -63,10 +58,44 @@ def test_methods_that_a_recipe_sets_on_its_trainer_are_called(build_trainer):
     assert "loader" in calls and any("tokens_per_second" in logs for logs in calls if isinstance(logs, dict))
 
 
-def test_a_trainer_trains_once(build_trainer, error_of):
+def test_nothing_to_train_is_an_error(build_trainer, error_of):
+    """There would be losses, a gradient norm and an end, for example with GRPO whose adapter is not trained."""
+    trainer = build_trainer("qwen2_chat", "--use_peft")
+    trainer.model.requires_grad_(False)
+    assert "no parameter of the model is trained" in error_of(session.check_trainer, trainer)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_run_that_changes_no_weight_is_an_error(build_trainer, rate):
+    flags = ["--max_steps", "2", "--warmup_steps", "0", "--save_strategy", "no", "--eval_strategy", "no", "--max_length", "32"]
+    trainer = build_trainer("qwen2_chat", *flags)
+    trainer.args.learning_rate = rate
+    with contextlib.nullcontext() if rate else pytest.raises(UserError, match="no trained weight has changed"):
+        train(trainer)
+    assert Path(trainer.args.output_dir, "model.safetensors").exists() == bool(rate)
+
+
+def test_reference_model_that_moves_is_in_no_checkpoint(build_trainer, error_of):
+    """A resumed run would compare with the first one again."""
     trainer = build_trainer("qwen2_chat")
-    add_parts(trainer)
-    assert "train() was called a second time" in error_of(session.check_trainer, trainer)
+    trainer.add_callback(SyncRefModelCallback(ref_model=trainer.model, accelerator=None))
+    assert error_of(session.check_trainer, trainer).startswith("--sync_ref_model: ")
+    trainer.args.save_strategy = "no"
+    session.check_trainer(trainer)
+
+
+@pytest.mark.parametrize(
+    ("processes", "rows", "answers", "is_right"),
+    [(2, 5, 2, False), (1, 5, 2, True), (2, 6, 2, True), (2, 5, 1, True), (2, 5, None, False)],
+)
+def test_answers_of_an_evaluation_count_once(processes, rows, answers, is_right):
+    """Of five prompts with two answers each, accelerate would complete the last batch of two processes with the first prompt."""
+    args = {"world_size": processes, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_generations": 2}
+    args |= {"num_generations_eval": answers, "steps_per_generation": 1}
+    of_run = {"train_dataset": range(9), "eval_dataset": range(rows), "is_fsdp_enabled": False}
+    trainer = SimpleNamespace(args=SimpleNamespace(**args), **of_run)
+    with contextlib.nullcontext() if is_right else pytest.raises(UserError, match="--num_generations_eval"):
+        generation.check_prompts(trainer)
 
 
 def test_reference_model_without_weights_is_an_error(build_trainer, error_of):

@@ -1,32 +1,25 @@
 """The checkpoints of a run: when one is complete, which old ones are deleted, from which one the run resumes."""
 
 import copy
-import platform
 import re
 import shutil
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from harness import folder
 from harness.exchange import gather_values, value_of_first
 from harness.folder import read_json
-from harness.messages import UserError, plural, print_once
-from harness.model.weight_files import quiet_transformers
-from harness.restarts import before_and_now, changed_settings
+from harness.messages import UserError, print_once
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
-from harness.run.parameters import adapters_of, is_of_another_library, quantization_of
+from harness.run.parameters import adapters_of, quantization_of
 from harness.run.progress import Progress
+from harness.run.weights import WeightsOfModel
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
     PreTrainedConfig,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -38,9 +31,6 @@ from transformers.trainer_callback import ExportableState
 
 # The settings that decide which rows a step has, with the number of processes.
 DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
-# What decides the shape of an adapter, and how much it adds, in its settings.
-ADAPTER = ("peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "rank_pattern")
-ADAPTER += ("alpha_pattern", "use_rslora", "use_dora", "bias")
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
 
@@ -57,7 +47,7 @@ class Checkpoints(TrainerCallback):
         self.progress = progress
         self.output_dir = Path(trainer.args.output_dir)
         self.original = original
-        self.trained = names_of_trained(trainer.model)
+        self.weights = WeightsOfModel(trainer.model)
         self.limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # so that transformers deletes none
 
@@ -121,13 +111,15 @@ class Checkpoints(TrainerCallback):
                 self._save_config(model, checkpoint)
             for path in checkpoint.glob("*.safetensors"):
                 shutil.copymode(self.output_dir / folder.RUN, path)  # safetensors makes files that only their owner can read
+        if problem := value_of_first(self.weights.problem(checkpoint) if process.is_main_process else ""):
+            raise RuntimeError(f"{checkpoint} does not have the weights that were trained: {problem}")
         parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
             files = {}
             for part in parts:
                 files |= part
             how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
-            content = {"geometry": data_settings(args), "progress": progress, "files": files, "trained": self.trained}
+            content = {"geometry": data_settings(args), "progress": progress, "files": files, "trained": self.weights.trained}
             write_marker(checkpoint, content | how)
 
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
@@ -164,7 +156,6 @@ def find_checkpoints(output_dir: Path) -> FoundCheckpoints:
     process = PartialState()
     # A network file system can show the nodes different folders for a while, so the first process lists them.
     listed = value_of_first([(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)])
-    nodes = gather_values(platform.node())
     found = FoundCheckpoints(None, {}, [])
     for name, is_not_complete in listed:
         path = output_dir / name
@@ -172,11 +163,8 @@ def find_checkpoints(output_dir: Path) -> FoundCheckpoints:
             found.incomplete.append(path)
         elif found.complete is None:
             own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
-            damages = gather_values(own_damage)
-            if any(damages):
-                damage = next(filter(None, damages))
-                seen_by = f" (seen by {nodes[damages.index(damage)]})" if len(set(nodes)) > 1 else ""
-                found.damaged[path] = f"{damage}{seen_by}"
+            if damage := max(gather_values(own_damage), key=len):
+                found.damaged[path] = damage
             else:
                 found = found._replace(complete=path)
     return found
@@ -224,139 +212,16 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
     """
     before = read_marker(checkpoint)["geometry"]
     now = data_settings(args)
-    if changes := changed_settings({"settings": before}, {"settings": now}, ("max_length", "packing", "seed")):
-        of_checkpoint, of_run = before_and_now(changes)
+    changed = [name for name in ("max_length", "packing", "seed") if before[name] != now[name]]
+    # `StreamPosition` prints it if a stream cannot be read on where it stopped. Of rows in memory, transformers skips as many
+    # steps as were trained, of the size that they have now.
+    if not is_stream and rows_per_step(before) != rows_per_step(now):
+        changed.append(f"the rows of a step ({rows_per_step(before)}, now {rows_per_step(now)})")
+    if changed:
         print_once(
-            f"warning: {checkpoint} was written with {of_checkpoint}, this run has {of_run}: weights and optimizer resume "
-            "exactly, but some rows are trained on twice or never"
+            f"warning: {', '.join(changed)} changed since {checkpoint}: weights and optimizer resume exactly, but some rows are "
+            "trained on twice or never"
         )
-        return
-    old_rows = rows_per_step(before)
-    new_rows = rows_per_step(now)
-    if old_rows == new_rows:
-        return
-    outcome = ""  # `StreamPosition` prints it if a stream cannot be read on where it stopped
-    if not is_stream:  # transformers skips as many steps as were trained, of the size that they have now
-        difference = folder.step_of(checkpoint) * (old_rows - new_rows)
-        outcome = f": {abs(difference):,} rows are {'trained on twice' if difference > 0 else 'never trained on'} in this epoch"
-    print_once(f"warning: the steps of {checkpoint} had {old_rows} rows, those of this run have {new_rows}{outcome}")
-
-
-def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
-    """Raises UserError if the adapter of a checkpoint is not like that of the model, also where a recipe makes its own."""
-    saved = read_json(checkpoint / "adapter_config.json")
-    for adapter in adapters_of(model) if saved else ():
-        now = {name: list(value) if isinstance(value, set) else value for name, value in adapter.to_dict().items()}
-        if changes := changed_settings({"settings": saved}, {"settings": now}, ADAPTER):
-            of_checkpoint, of_run = before_and_now(changes)
-            raise UserError(
-                f"--output_dir: the adapter in {checkpoint} has {of_checkpoint}, that of this run has {of_run}: pass the same "
-                "values, or choose another --output_dir"
-            )
-
-
-def check_saved_weights(checkpoint: Path, model: torch.nn.Module) -> None:
-    """Raises UserError unless a checkpoint has all weights of the model, no others, in the same shapes, and trains the same ones.
-
-    Reads names and shapes only. Call it before the model is sharded.
-    """
-    trained = names_of_trained(model)
-    trained_before = read_marker(checkpoint).get("trained")
-    if trained_before is not None and trained != trained_before:  # the states of the optimizer are in this order
-        before = first_and_others(trained_before, trained)
-        now = first_and_others(trained, trained_before)
-        raise UserError(
-            f"--output_dir: the run in {checkpoint} trained {before}, this one trains {now}, so the states of the optimizer do "
-            "not fit. Train the same weights in the same order, or choose another --output_dir"
-        )
-    is_sharded = (checkpoint / folder.SHARDED).is_dir()
-    is_adapter = isinstance(model, PeftModel)
-    saved = shapes_of_sharded_files(checkpoint / folder.SHARDED) if is_sharded else shapes_of_files(checkpoint)
-    if not saved or is_of_another_library(model):
-        return  # an adapter in a folder of its own; or files that name weights otherwise, which the trainer checks
-    state = model.state_dict(keep_vars=True)
-    others = {*state, *dict(model.named_buffers())} if is_adapter or is_sharded else set()
-    if is_adapter:
-        state = get_peft_model_state_dict(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
-    elif not is_sharded and are_converted(model, saved):
-        saved = shapes_after_conversion(model, checkpoint)
-    present = {id(weight) for name, weight in state.items() if name in saved}  # also by another name, of a weight that is tied
-    not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
-    missing = []
-    reshaped = []
-    for name, weight in state.items():
-        if name in saved:
-            if list(weight.shape) != saved[name]:
-                reshaped.append(name)
-        elif name not in not_saved and id(weight) not in present:
-            missing.append(name)
-    unexpected = [name for name in saved if name not in state and name not in others]
-    problems = [f"it lacks {first_and_others(missing)}"] if missing else []
-    problems += [f"the model has no {first_and_others(unexpected)}"] if unexpected else []
-    problems += [f"{first_and_others(reshaped)} had another shape"] if reshaped else []
-    if problems:
-        raise UserError(
-            f"--output_dir: the weights in {checkpoint} are not those of this model: {'; '.join(problems)}. Use the recipe, the "
-            "model and the versions of the libraries that the run began with, or choose another --output_dir"
-        )
-
-
-def names_of_trained(model: torch.nn.Module) -> list[str]:
-    """The names of the weights that are trained, in the order in which the optimizer gets them."""
-    return [name for name, weight in model.named_parameters() if weight.requires_grad]
-
-
-def first_and_others(names: list[str], without: Collection[str] = ()) -> str:
-    """The first of the names that are not in `without`, and how many others there are."""
-    first, *others = [name for name in names if name not in without] or ["none of the others"]
-    return f"{first} and {plural(len(others), 'other')}" if others else first
-
-
-def shapes_of_files(checkpoint: Path) -> dict[str, list[int]]:
-    """The shapes of the weights in the safetensors files of a folder, by name."""
-    shapes = {}
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 (it is not a dict)
-    return shapes
-
-
-def shapes_of_sharded_files(weights: Path) -> dict[str, list[int]]:
-    """The shapes of the weights in a sharded checkpoint, by name, from its metadata."""
-    entries = FileSystemReader(weights).read_metadata().state_dict_metadata
-    return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
-
-
-def are_converted(model: torch.nn.Module, saved: Collection[str]) -> bool:
-    """Whether the files of a model have weights by names that are not its own.
-
-    `save_pretrained` writes them as the files on the Hub have them: older names, or a weight for each expert.
-    """
-    return isinstance(model, PreTrainedModel) and not set(saved) <= model.state_dict().keys()
-
-
-def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
-    """Loads an unsharded checkpoint if `from_pretrained` must convert its names, with which `Trainer` would load nothing."""
-    if (checkpoint / folder.SHARDED).is_dir() or not are_converted(model, shapes_of_files(checkpoint)):
-        return False
-    loaded, _ = convert(model, checkpoint, "cpu")
-    model.load_state_dict(loaded.state_dict())
-    return True
-
-
-def shapes_after_conversion(model: PreTrainedModel, checkpoint: Path) -> dict[str, list[int]]:
-    """The shapes of the weights in an unsharded checkpoint, by their names in the model."""
-    loaded, found = convert(model, checkpoint, "meta")
-    shapes = {name: list(weight.shape) for name, weight in loaded.state_dict().items() if name not in found["missing_keys"]}
-    shapes |= {name: list(in_file) for name, in_file, _ in found["mismatched_keys"]}
-    return shapes | {name: [] for name in found["unexpected_keys"]}
-
-
-def convert(model: PreTrainedModel, checkpoint: Path, device: str) -> tuple[PreTrainedModel, dict]:
-    """The model of a checkpoint, in float32, which holds every dtype that is trained; and what `from_pretrained` has found."""
-    options = {"dtype": torch.float32, "device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with quiet_transformers():
-        return type(model).from_pretrained(checkpoint, config=copy.deepcopy(model.config), **options)
 
 
 def callbacks_with_state(trainer: Trainer) -> list[TrainerCallback]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from harness.compat.trl import logged_metrics
-from harness.messages import UserError, plural, print_once
+from harness.messages import UserError, print_once
 
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -39,22 +39,32 @@ def tokens_of_prompt(trainer: Trainer, prompt: str | list[dict]) -> list[int]:
 
 
 def check_prompts(trainer: Trainer) -> None:
-    """Raises UserError for fewer prompts than a step needs, of which TRL makes no batch. Prints what a sharded model costs."""
+    """Raises UserError for prompts of which TRL makes no batch, or of which an evaluation would count some twice.
+
+    Prints what a sharded model costs.
+    """
     args = trainer.args
     answers = args.per_device_train_batch_size * args.world_size * micro_batches_of_generation(args)
-    of_prompt = getattr(args, "num_generations", 1)
-    needed = answers // of_prompt
+    group = getattr(args, "num_generations", 1)
     rows = len(trainer.train_dataset)
-    if rows < needed:
+    if rows < answers // group:
         raise UserError(
-            f"--global_batch_size: {plural(answers, 'answer')} at a time are {of_prompt} to each of {needed:,} prompts, and "
-            f"there are only {rows:,}: pass a smaller --global_batch_size"
+            f"--global_batch_size: {answers:,} answers at a time are {group} to each of {answers // group:,} prompts, and there "
+            f"are only {rows:,}: pass a smaller --global_batch_size"
+        )
+    of_batch = args.per_device_eval_batch_size * args.world_size
+    group = getattr(args, "num_generations_eval", 1) or group
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    is_incomplete = any(rows is not None and len(rows) * group % of_batch for rows in evaluated.values())
+    if group > 1 and args.world_size > 1 and is_incomplete:  # accelerate completes the last batch with the first prompts
+        raise UserError(
+            f"--num_generations_eval {group}: the evaluation rows do not fill batches of {of_batch} answers on all processes, so "
+            "some would count twice: pass --num_generations_eval 1, or another --max_eval_samples"
         )
     if trainer.is_fsdp_enabled:
-        size = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters()) / 1e9
         print_once(
-            f"warning: for each generated token, each GPU receives the weights that others hold, of {size:.1f} GB in all. If the "
-            "model fits on one GPU, a config without FSDP (1x3090, 4gpu_ddp) is many times as fast."
+            "warning: for each generated token, each GPU receives the weights that others hold. If the model fits on one GPU, a "
+            "config without FSDP (1x3090, 4gpu_ddp) is many times as fast."
         )
 
 

@@ -109,6 +109,8 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
                 copy_processor(original.name_or_path, revision_of(trainer.args) or "main", draft)
         if trainer.processing_class:
             trainer.processing_class.save_pretrained(draft)
+        if problem := trainer.parts.checkpoints.weights.problem(draft):
+            raise RuntimeError(f"the saved model does not have the weights that were trained: {problem}")
         move_files(draft, output_dir)
     trainer.accelerator.wait_for_everyone()
 

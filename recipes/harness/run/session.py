@@ -1,6 +1,5 @@
 """Everything between a built trainer and a finished run."""
 
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
-from harness.run.checkpoints import check_adapter, check_saved_weights, print_changed_rows, recover_checkpoints, restore_callbacks
+from harness.run.checkpoints import print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
@@ -25,7 +24,6 @@ from harness.run.parameters import (
     describe_training,
     freeze_unused_parts,
     modules_with_adapter,
-    parameters_outside_of_text,
 )
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
@@ -41,20 +39,22 @@ from harness.run.stopping import (
     MissedEvaluation,
     StopAfterSignal,
     StopAtLastStep,
+    StopIfUnchanged,
     StopOnNan,
     StoppedInEvaluation,
 )
-from harness.run.trainer import Parts, RunTrainer, add_parts
+from harness.run.trainer import Parts, add_parts
+from harness.run.weights import WeightsOfModel, check_saved_weights
 from harness.runs import Run
 
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedConfig, ProcessorMixin, Trainer, TrainerCallback
+from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
-from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
+from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig, SyncRefModelCallback
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def run_training(trainer: Trainer, run: Run) -> None:
 def prepare_training(trainer: Trainer, run: Run) -> Prepared:
     """Makes a trainer, whose model is not sharded yet, ready to start or to resume."""
     report_dropped_rows(trainer)
-    check_trainer(trainer)
     freeze_unused_parts(trainer)
+    check_trainer(trainer)
     hidden = prepare_sharding(trainer, run.config)
     loss = prepare_loss(trainer)
     prepare_trainer(trainer, loss)
@@ -134,8 +134,8 @@ def callbacks_of(trainer: Trainer, run: Run, prepared: Prepared) -> list[Trainer
     saves = [parts.position, parts.reader, parts.checkpoints]
     stops = [prepared.stop, MissedEvaluation(trainer, prepared.resumed_from), StopAtLastStep()]
     measurements = [parts.progress]
-    if trains_on_rewards(trainer):
-        checks.append(RewardsOfSteps(trainer))
+    # Without a reward, which RewardsOfSteps reports, no weight changes.
+    checks.append(RewardsOfSteps(trainer) if trains_on_rewards(trainer) else StopIfUnchanged())
     if run.profile:
         measurements.append(Profile(trainer.args))
     return [*checks, *saves, *stops, *measurements]
@@ -198,53 +198,27 @@ def finish_training(
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raises UserError for what cannot be trained."""
-    for name in ("train_dataset", "eval_dataset"):
-        rows = getattr(trainer, name)
-        if isinstance(rows, Dataset) and not len(rows):
-            raise UserError(f"the {name} of the trainer has no row: see what the recipe drops, and the rows with --preview")
-    if isinstance(trainer, RunTrainer):
-        raise UserError("train() was called a second time with this trainer: a recipe calls it once, at its end")
-    if trainer.model_init is not None and trainer.args.world_size > 1:
+    """Raises UserError for a run that would reach its end and be wrong, or fail long after its start."""
+    if not any(weight.requires_grad for weight in trainer.model.parameters()):
         raise UserError(
-            "model_init makes the model again after it was prepared for several processes: pass model= to the trainer"
+            "no parameter of the model is trained: an adapter that PeftModel.from_pretrained loads needs is_trainable=True, and "
+            "requires_grad_(False) leaves nothing to train"
         )
-    check_images_of_all_rows(trainer)
+    moves = any(isinstance(callback, SyncRefModelCallback) for callback in trainer.callback_handler.callbacks)
+    if moves and trainer.args.save_strategy != "no":
+        raise UserError(
+            "--sync_ref_model: the reference model moves, and no checkpoint has it, so a run that resumes would compare with "
+            "another one: leave it out, or pass --save_strategy no"
+        )
     if trainer.is_fsdp_enabled:
         check_can_be_sharded(trainer.model)
     if writes_answers(trainer):
         check_prompts(trainer)
     for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
-        if name in ("model", "model_wrapped") or not isinstance(other, torch.nn.Module):
-            continue
-        if any(weight.is_meta for weight in other.parameters()):
-            raise UserError(
-                explain_missing_weights(name)
-                + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
-            )
-
-
-MOST_ROWS = 10_000  # that are searched
-
-
-def check_images_of_all_rows(trainer: Trainer) -> None:
-    """Raises UserError if several processes train the part that reads images, and some rows have no image.
-
-    A process whose rows have none takes no part in the all-gathers and all-reduces of these weights.
-    """
-    model = base_of(trainer.model)
-    if trainer.args.world_size == 1 or not isinstance(trainer.processing_class, ProcessorMixin):
-        return
-    if not any(weight.requires_grad for weight in parameters_outside_of_text(model)):
-        return
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    for rows in (trainer.train_dataset, *evaluated.values()):
-        if any(not row.get("images", [None]) for row in itertools.islice(rows or (), MOST_ROWS)):
-            raise UserError(
-                "--use_peft false: several processes would train the part that reads images, and some rows have none: "
-                "pass --use_peft, which leaves it as it is, leave out these rows with `keep` of the recipe's `load`, or use one "
-                "process"
-            )
+        is_other = isinstance(other, torch.nn.Module) and name not in ("model", "model_wrapped")
+        if is_other and any(weight.is_meta for weight in other.parameters()):
+            hint = ", or pass --use_peft, which needs no second model" if name == "ref_model" else ""
+            raise UserError(explain_missing_weights(name) + hint)
 
 
 def report_dropped_rows(trainer: Trainer) -> None:
@@ -258,21 +232,18 @@ def report_dropped_rows(trainer: Trainer) -> None:
         return
     summary = folder.read_json(Path(args.output_dir, folder.DATA))
     limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
-    reason = f"the recipe or the trainer has dropped them{limit}"
     kinds = {"training": (trainer.train_dataset, "loaded_rows"), "evaluation": (trainer.eval_dataset, "loaded_eval_rows")}
     for kind, (rows, key) in kinds.items():
-        if not summary.get(key) or not isinstance(rows, Dataset):
-            continue
-        loaded = summary[key]
-        missing = loaded - len(rows)
-        if missing == loaded and limit:
-            raise UserError(f"--max_length: none of the {loaded:,} {kind} rows can be used: {reason}: pass a larger --max_length")
-        if 0 < missing < loaded:  # of none left, `check_trainer` raises an error
-            print_once(f"warning: {missing:,} of {loaded:,} {kind} rows are not used: {reason}.")
+        loaded = summary.get(key)
+        if loaded and isinstance(rows, Dataset) and len(rows) < loaded:
+            missing = loaded - len(rows)
+            print_once(
+                f"warning: {missing:,} of {loaded:,} {kind} rows are not used: the recipe or the trainer has dropped them{limit}."
+            )
 
 
 def check_can_be_sharded(model: torch.nn.Module) -> None:
-    """Raises UserError for a model that accelerate could not wrap for FSDP2."""
+    """Raises UserError for a model that accelerate could not wrap for FSDP2, which it finds out once all weights are read."""
     name = type(base_of(model)).__name__
     if not transformer_layers(model):
         raise UserError(f"FSDP shards the layers that a model of transformers names, and {name} names none: use a config without")
@@ -302,9 +273,7 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
     if checkpoint:
         check_sharded_files(checkpoint)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        check_adapter(checkpoint, model)
-        check_saved_weights(checkpoint, model)
+        check_saved_weights(checkpoint, WeightsOfModel(trainer.accelerator.unwrap_model(trainer.model)))
         restore_callbacks(trainer, checkpoint)
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation

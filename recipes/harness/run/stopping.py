@@ -131,3 +131,36 @@ class StopOnNan(TrainerCallback):
             f"{problem} at step {state.global_step}: try a lower --learning_rate or a longer --warmup_steps, in a new "
             "--output_dir"
         )
+
+
+class StopIfUnchanged(TrainerCallback):
+    """Ends a run, before its model is saved, if no trained weight has another value than at the start: it has taught nothing.
+
+    Not a resumed run, whose last steps can be too small to change a weight.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[float] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
+    ) -> None:
+        if not state.global_step:
+            self.first = sums_of_trained(model)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
+    ) -> None:
+        if self.first is None or state.global_step < state.max_steps:
+            return
+        if not any(gather_values(sums_of_trained(model) != self.first)):
+            raise UserError(
+                "no trained weight has changed: the learning rate was 0 in each step (--learning_rate, --warmup_steps), or the "
+                "optimizer has other weights than the model"
+            )
+
+
+def sums_of_trained(model: torch.nn.Module) -> list[float]:
+    """The sum of each trained weight, of this process's part of it."""
+    trained = filter(attrgetter("requires_grad"), model.parameters())
+    return [float(local_tensor(weight.detach()).sum(dtype=torch.float64)) for weight in trained]

@@ -14,7 +14,7 @@ from harness.data.streams import StreamPosition
 from harness.folder import step_of
 from harness.messages import UserError
 from harness.run.batches import AgreedReader
-from harness.run.checkpoints import Checkpoints, load_converted
+from harness.run.checkpoints import Checkpoints
 from harness.run.evaluation import Means, read_equally
 from harness.run.generation import order_by_epoch, writes_answers
 from harness.run.losses import Loss, changed, check_unit
@@ -23,6 +23,7 @@ from harness.run.progress import Progress
 from harness.run.schedule import fit_schedule
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
+from harness.run.weights import load_converted
 
 import torch
 from torch.distributed import ProcessGroup

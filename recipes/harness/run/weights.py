@@ -1,0 +1,135 @@
+"""Whether a checkpoint has the weights of a model: their names and shapes, from the headers of its files."""
+
+import copy
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from harness import folder
+from harness.messages import UserError, plural
+from harness.model.weight_files import quiet_transformers
+from harness.run.marker import read_marker
+from harness.run.parameters import adapters_of, is_of_another_library
+
+import torch
+from peft import PeftModel, PeftType, get_peft_model_state_dict
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import PreTrainedModel
+
+Shapes = dict[str, list[int]]  # of weights, by name
+
+
+class WeightsOfModel:
+    """The weights that every checkpoint of a model must have. Made before the model is sharded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.trained = list(trained)  # in the order in which the optimizer gets them
+        self.trained_values = sum(weight.numel() for weight in trained.values())
+        self.is_adapter = isinstance(model, PeftModel)
+        self.is_of_transformers = isinstance(model, PreTrainedModel)
+        # Files of another library name weights otherwise, and AdaLoRA changes the shapes of its weights.
+        self.is_known = not is_of_another_library(model)
+        self.is_known &= all(adapter.peft_type != PeftType.ADALORA for adapter in adapters_of(model))
+        self.subfolder = ""
+        state = model.state_dict(keep_vars=True)
+        self.others = {*state, *dict(model.named_buffers())}  # names that a checkpoint can have too
+        if self.is_adapter:
+            adapter = model.active_adapters[0]
+            self.subfolder = "" if adapter == "default" else adapter
+            state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
+        self.shapes: Shapes = {name: list(weight.shape) for name, weight in state.items()}
+        names: dict[int, list[str]] = {}
+        for name in state.keys() - {*not_saved}:
+            names.setdefault(id(state[name]), []).append(name)
+        self.names = list(names.values())  # of each weight; a tied one has several, and is saved by one of them
+
+    def problem(self, checkpoint: Path) -> str:
+        """What is wrong with the weights in a checkpoint, "" for nothing."""
+        is_sharded = (checkpoint / folder.SHARDED).is_dir()
+        saved = shapes_of_sharded_files(checkpoint) if is_sharded else shapes_of_files(checkpoint / self.subfolder)
+        if saved is None and self.is_adapter:
+            return "it has no adapter"
+        if saved is None or not self.is_known:
+            return ""
+        if self.is_of_transformers and are_converted(self.others, saved):  # see `load_converted`
+            values = sum(map(math.prod, saved.values()))
+            return f"it has {values:,} values, {self.trained_values:,} are trained" if values < self.trained_values else ""
+        problems = {
+            "it lacks": [names[0] for names in self.names if not saved.keys() & {*names}],
+            "the model lacks": saved.keys() - self.shapes.keys() - self.others,
+            "of another shape:": [name for name in saved if self.shapes.get(name, saved[name]) != saved[name]],
+        }
+        return "; ".join(f"{words} {first_and_others(names)}" for words, names in problems.items() if names)
+
+
+def check_saved_weights(checkpoint: Path, weights: WeightsOfModel) -> None:
+    """Raises UserError unless a checkpoint has the weights of the model in the same shapes, and trains the same ones.
+
+    Otherwise a run would resume with some weights as they were before the training, or states of the optimizer of others.
+    """
+    trained = read_marker(checkpoint)["trained"]
+    problem = weights.problem(checkpoint)
+    if not problem and trained != weights.trained:  # the states of the optimizer are in this order
+        differing = {*trained} ^ {*weights.trained}
+        problem = "the run trained " + (f"others: {first_and_others(differing)}" if differing else "them in another order")
+    if problem:
+        raise UserError(explain_other_weights(checkpoint, problem))
+
+
+def explain_other_weights(checkpoint: Path, problem: str) -> str:
+    return (
+        f"--output_dir: the weights in {checkpoint} are not those of this model: {problem}. Use the recipe, the model and the "
+        "versions of the libraries that the run began with, or choose another --output_dir"
+    )
+
+
+def first_and_others(names: Iterable[str]) -> str:
+    """The first name, and how many others there are."""
+    first, *others = sorted(names)
+    return f"{first} and {plural(len(others), 'other')}" if others else first
+
+
+def shapes_of_files(checkpoint: Path) -> Shapes | None:
+    """The shapes of the weights in the safetensors files of a folder; None if it has no such file."""
+    shapes = None
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            of_file = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 (it is not a dict)
+        shapes = (shapes or {}) | of_file
+    return shapes
+
+
+def shapes_of_sharded_files(checkpoint: Path) -> Shapes:
+    """The shapes of the weights in a sharded checkpoint, from its metadata."""
+    entries = FileSystemReader(checkpoint / folder.SHARDED).read_metadata().state_dict_metadata
+    return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
+
+
+def are_converted(names: Iterable[str], saved: Shapes) -> bool:
+    """Whether files have weights by other `names` than the model.
+
+    `save_pretrained` writes them as the files on the Hub have them: older names, or a weight for each expert.
+    """
+    return not saved.keys() <= {*names}
+
+
+def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
+    """Loads an unsharded checkpoint if `from_pretrained` must convert its names, with which `Trainer` would load nothing.
+
+    Returns whether it did. Raises UserError if the checkpoint lacks weights, or has others.
+    """
+    saved = shapes_of_files(checkpoint)
+    is_sharded = (checkpoint / folder.SHARDED).is_dir()
+    if is_sharded or not isinstance(model, PreTrainedModel) or not saved or not are_converted(model.state_dict(), saved):
+        return False
+    with quiet_transformers():
+        loaded, found = type(model).from_pretrained(  # in float32, which holds every dtype that is trained
+            checkpoint, config=copy.deepcopy(model.config), dtype=torch.float32, device_map={"": "cpu"}, output_loading_info=True
+        )
+    if differing := {*found["missing_keys"], *found["unexpected_keys"]}:
+        raise UserError(explain_other_weights(checkpoint, first_and_others(differing)))
+    model.load_state_dict(loaded.state_dict())
+    return True

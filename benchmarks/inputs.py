@@ -93,6 +93,7 @@ SHAPES = {
     "openai-community/gpt2-xl": {"n_embd": 1_600, "n_layer": 48, "n_head": 25, "vocab_size": 50_257},
 }
 FILE_BYTES = 2_000_000_000  # weights per file
+SHARDS = 8  # files per split
 TOKENS_PER_LETTER = 0.2  # at least, in the training split; a rehearsal's tokenizers make 0.28 of Python's documentation
 
 
@@ -164,18 +165,21 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     It is repeated until the training split has at least `tokens` tokens: a step at the end of an epoch could have fewer
     micro-batches than the others.
     """
-    from harness.data.sources import Source
     from harness.rehearsal import tiny
 
-    import datasets
+    from datasets import concatenate_datasets, disable_progress_bars, load_dataset
 
-    datasets.disable_progress_bars()
-    columns = tiny.DATASETS[name]["columns"]
-    prose = [column for column, kind in columns.items() if kind == "string" and column not in tiny.NOT_PROSE]
-    longest = None if len(prose) == 1 or "messages" in columns else 200  # several columns share the first letters of a text
-    letters = sum(len(text[:longest]) for text in tiny.documents())
-    repeats = math.ceil(tokens / (TOKENS_PER_LETTER * letters))
-    tiny.make_dataset(Source(name, config), folder, repeats)
+    disable_progress_bars()
+    source = tiny.DATASETS[name]
+    for split, rows in load_dataset(str(source)).items():
+        longest = None if {"text", "messages"} & set(rows.column_names) else 200  # several columns share the first letters
+        letters = sum(len(text[:longest]) for text in tiny.documents())
+        repeated = concatenate_datasets([rows] * math.ceil(tokens / (TOKENS_PER_LETTER * letters)))
+        (folder / split).mkdir(parents=True)
+        for shard in range(SHARDS):
+            repeated.shard(SHARDS, shard).to_parquet(str(folder / split / f"{shard:05}.parquet"))
+    card = (source / "README.md").read_text("utf-8")
+    (folder / "README.md").write_text(card.replace("default", config or "default"), "utf-8")
 
 
 def make_documents(folder: Path, tokenizer: "PreTrainedTokenizerFast", count: int, median: float, mean: float) -> None:

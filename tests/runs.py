@@ -143,6 +143,14 @@ def tiny_model(name: str, folder: Path) -> Path:
     return folder
 
 
+def tiny_dataset(name: str, config: str, folder: Path) -> None:
+    """Copies that of a rehearsal into a folder, as the config of this name."""
+    from harness.rehearsal import tiny
+
+    shutil.copytree(tiny.DATASETS[name], folder)
+    (folder / "README.md").write_text((folder / "README.md").read_text().replace("default", config))
+
+
 def tiny_documents() -> list[str]:
     """The texts of the dataset of a rehearsal."""
     from harness.rehearsal import tiny

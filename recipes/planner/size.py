@@ -1,12 +1,11 @@
 """The model and dataset that a plan simulates: of full size, and without the weights and the rows."""
 
 import dataclasses
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
-from harness.data.sources import DataSettings, Source
+from harness.data.sources import DataSettings
 from harness.folder import write_json
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError
@@ -18,7 +17,7 @@ from trl import ModelConfig
 
 PLANNED = "planned.json"  # next to the config.json: the names of the model and the datasets that a plan is about
 # For a plan of a model whose family is not known, any tokenizer will do; without a chat template, any that names the roles.
-ANY_FAMILY = {"special": ["<|endoftext|>"], "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}}
+ANY_FAMILY = {"tokenizer_file": "gpt2", "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}}
 ANY_TEMPLATE = "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '\n' }}{% endfor %}"
 
 
@@ -31,9 +30,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     name = model_args.model_name_or_path
     revision = model_args.model_revision
     check_model_exists(name, revision)
-    made = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
-    folder = made / "model"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="model", dir=training_args.output_dir))
     family = tiny.family_of(name)
     shutil.copy(config_file(name, revision), folder / "config.json")
     config = AutoConfig.from_pretrained(folder)
@@ -55,13 +52,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     write_json(folder / PLANNED, planned)
     tiny.use_model(training_args, model_args, folder)
 
-    def use_small(source: Source) -> Source:
-        rows = made / "data" / re.sub(r"\W+", "-", source.display_name)
-        if source.name in tiny.DATASETS:
-            tiny.make_dataset(source, rows)
-        return tiny.with_tiny_dataset(source, rows)
-
-    small = data.hold_out_at_least(data.max_eval_samples).change_each(use_small)
+    small = data.hold_out_at_least(data.max_eval_samples).change_each(tiny.with_tiny_dataset)
     return dataclasses.replace(small, max_eval_samples=min(data.max_eval_samples, 16))
 
 

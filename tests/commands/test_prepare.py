@@ -1,12 +1,11 @@
 """`--prepare` downloads everything that a run needs: afterwards the recipe trains without the Hub."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 from forked_launcher import ForkedLauncher
 from local_hub import serve
-from runs import read
+from runs import read, tiny_dataset, tiny_model
 
 SHORT = ["--max_length", "64", "--max_eval_samples", "4", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
 STREAM = ["--max_tokens", "2_000", *SHORT]
@@ -19,14 +18,12 @@ def hub(tmp_path_factory, hub_port):
 
 
 @pytest.fixture
-def publish_tiny(fork_launch, workdir, hub):
-    """Puts the tiny model and dataset of a recipe on the local Hub, under the recipe's own Hub IDs."""
+def publish_tiny(hub):
+    """Puts the tiny model and dataset of a rehearsal on the local Hub, under the recipe's own Hub IDs."""
 
-    def call(recipe, *names):
-        assert fork_launch("--prepare", "--tiny", recipe).returncode == 0
-        for kind, name in zip(("models", "datasets"), names, strict=True):
-            tiny = next((workdir / "outputs/tiny/.made").glob(f"{name.replace('/', '--')}-????????"))
-            shutil.copytree(tiny, hub.root / kind / name)
+    def call(model, dataset, config="default"):
+        tiny_model(model, hub.root / "models" / model)
+        tiny_dataset(dataset, config, hub.root / "datasets" / dataset)
 
     return call
 
@@ -41,7 +38,7 @@ def offline(environment, workdir):
 
 def test_stream(publish_tiny, hub, fork_launch, offline, tmp_path):
     """All files of the chosen config are downloaded, and read without the Hub. Of another dataset there are none."""
-    publish_tiny("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
+    publish_tiny("Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu", "sample-10BT")
     process = fork_launch("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0 and "--- a sequence of" in process.stdout, process.stderr
     assert not any("model.safetensors" in request for request in hub.requests)
@@ -60,7 +57,7 @@ def test_stream(publish_tiny, hub, fork_launch, offline, tmp_path):
 def test_dataset_is_tokenized_once(publish_tiny, environment, fork_launch, offline, tmp_path):
     """The run without the Hub reads the tokens that `--prepare` has written."""
     flags = ["--max_steps", "2", *SHORT, "--max_length", "256"]
-    publish_tiny("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
+    publish_tiny("Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
     process = fork_launch("--prepare", "qwen2_chat", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     cache = Path(environment["HF_HOME"], "datasets")

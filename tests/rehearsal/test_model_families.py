@@ -1,7 +1,6 @@
 """A model from the Hub: a rehearsal reads its config and tokenizer only, training reads its weights too."""
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 from conftest import ROOT, slow
 from datasets import Dataset
 from local_hub import serve
-from runs import read, tiny_tokenizer
+from runs import read, tiny_dataset, tiny_model, tiny_tokenizer
 
 pytestmark = slow
 
@@ -45,12 +44,10 @@ def test_copied_recipe_with_another_model_and_dataset(fork_launch, hub_port, tmp
 
 
 @pytest.fixture
-def hub_with_tiny_files(rehearse, workdir, tmp_path):
+def hub_with_tiny_files(tmp_path):
     """A Hub that serves the tiny model and dataset under the names that the recipe uses."""
-    rehearse(RECIPE, "1x3090")
-    for kind, name in (("models", "Qwen/Qwen2-0.5B"), ("datasets", "HuggingFaceFW/fineweb-edu")):
-        made = next((workdir / "outputs/tiny/.made").glob(f"{name.replace('/', '--')}-*"))
-        shutil.copytree(made, tmp_path / "hub" / kind / name)
+    tiny_model("Qwen/Qwen2-0.5B", tmp_path / "hub/models/Qwen/Qwen2-0.5B")
+    tiny_dataset("HuggingFaceFW/fineweb-edu", "sample-10BT", tmp_path / "hub/datasets/HuggingFaceFW/fineweb-edu")
     with serve(tmp_path / "hub") as server:
         yield server
 

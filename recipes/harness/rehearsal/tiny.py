@@ -1,20 +1,18 @@
 """What a rehearsal (--tiny) trains instead of the recipe's model and dataset.
 
 A rehearsal replaces the model by a tiny one (two layers of the original's architecture, its special tokens and chat template,
-random weights), and a dataset of tiny_data.yaml by a small one. The first process makes them, once per working directory, below
-`outputs/tiny/.made`. Other datasets are not replaced: `load` reads their first rows as in a run, and shortens them.
+random weights), and a dataset that has a folder in `data` by the rows there. The first process makes the model, once per working
+directory, below `outputs/tiny/.made`. Other datasets are not replaced: `load` reads their first rows as in a run, and shortens
+them. tests/rehearsal/make_files.py has made the files of `data` and `tokenizers`.
 """
 
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import hashlib
 import inspect
-import io
 import itertools
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable
@@ -34,11 +32,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from trl import ModelConfig
 
 FOLDER = Path("outputs/tiny/.made")
-SHARDS = 8  # Parquet files per split, so that up to eight processes read different ones
-DATASETS = yaml.safe_load(Path(__file__).with_name("tiny_data.yaml").read_text("utf-8"))
-NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
+# The folders of small datasets, by the names of the datasets that they replace.
+DATASETS = {folder.name.replace("--", "/"): folder for folder in sorted(Path(__file__).with_name("data").iterdir())}
 VOCABULARY = 2048
-IMAGES_OF_ROWS = (1, 2, 0, 1)  # in turn
 TINY_PIXELS = 64 * 64  # of an image: four tokens of Qwen's, whose patches have 16 x 16 pixels
 _YAML = yaml.safe_load(Path(__file__).with_name("tiny_model.yaml").read_text("utf-8"))
 FAMILIES, SIZES = _YAML["families"], _YAML["sizes"]
@@ -71,24 +67,15 @@ def values_for(config_class: type) -> dict[str, Any]:
     return values
 
 
-def make_replacements(data: DataSettings, model_args: ModelConfig) -> None:
-    """Makes the tiny model and dataset of a rehearsal, unless they exist."""
-    import datasets
-
-    datasets.disable_progress_bars()
+def make_models(training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Makes the tiny model of a rehearsal, and the teacher of DistillationTrainer with its vocabulary, unless they exist."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if name:
         _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
-    for source in data.sources:
-        if source.name in DATASETS:
-            _make_once(tiny_dataset_folder(source), functools.partial(make_dataset, source))
-
-
-def make_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Makes the tiny teacher of DistillationTrainer, unless it exists: with the vocabulary of the tiny model, which exists."""
-    name, revision = training_args.teacher_model_name_or_path, training_args.teacher_model_revision or "main"
-    student = tiny_model_folder(model_args)
-    _make_once(tiny_teacher_folder(training_args, model_args), lambda draft: make_tiny_model(name, revision, draft, student))
+    if teacher := getattr(training_args, "teacher_model_name_or_path", None):
+        of_teacher, student = training_args.teacher_model_revision or "main", tiny_model_folder(model_args)
+        folder = tiny_teacher_folder(training_args, model_args)
+        _make_once(folder, lambda draft: make_tiny_model(teacher, of_teacher, draft, student))
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
@@ -126,7 +113,7 @@ def use_replacements(data: DataSettings, training_args: TrainingArguments, model
         training_args.teacher_model_revision = None
     if model_args.model_name_or_path:
         use_model(training_args, model_args, tiny_model_folder(model_args))
-    return data.change_each(lambda source: with_tiny_dataset(source, tiny_dataset_folder(source)))
+    return data.change_each(with_tiny_dataset)
 
 
 def use_model(training_args: TrainingArguments, model_args: ModelConfig, name: str | Path, revision: str = "main") -> None:
@@ -137,11 +124,11 @@ def use_model(training_args: TrainingArguments, model_args: ModelConfig, name: s
         training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": revision}
 
 
-def with_tiny_dataset(source: Source, folder: Path) -> Source:
-    """`folder`: of the tiny dataset, which replaces one of tiny_data.yaml. Of others the first rows are read."""
-    if source.name in DATASETS:
+def with_tiny_dataset(source: Source) -> Source:
+    """The source with the small dataset that replaces it. Of a dataset without one, the first rows are read."""
+    if folder := DATASETS.get(source.name):
         shown = f"the tiny dataset for {source.display_name}"
-        return dataclasses.replace(source, name=str(folder), display_name=shown, eval_rows_of_run=0)
+        return dataclasses.replace(source, name=str(folder), config=None, display_name=shown, eval_rows_of_run=0)
     return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
 
 
@@ -154,109 +141,12 @@ def tiny_teacher_folder(training_args: TrainingArguments, model_args: ModelConfi
     return _folder_for(training_args.teacher_model_name_or_path, f"{training_args.teacher_model_revision} of {student}")
 
 
-def tiny_dataset_folder(source: Source) -> Path:
-    return _folder_for(source.name, source.config)
-
-
 def _folder_for(name: str, variant: str | None) -> Path:
-    """A folder for every name, variant, and version of the code that makes it."""
-    code = [path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("tiny*"))]
-    digest = hashlib.sha256(f"{name} {variant} {code}".encode()).hexdigest()
+    """A folder for every name, variant, and version of the files that make it."""
+    files = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tokenizers/*"))]
+    files += [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tiny*"))]
+    digest = hashlib.sha256(f"{name} {variant} {files}".encode()).hexdigest()
     return FOLDER.absolute() / f"{name.strip('/').replace('/', '--')}-{digest[:8]}"
-
-
-def make_dataset(source: Source, folder: Path, repeats: int = 1) -> None:
-    """Writes the tiny dataset that replaces one of tiny_data.yaml; a benchmark repeats its documents.
-
-    Nine tenths of them are in the first split, the rest in the others.
-    """
-    from datasets import Dataset, Image, List
-
-    splits = DATASETS[source.name]["splits"]
-    columns = DATASETS[source.name]["columns"]
-    made = []
-    for index, text in enumerate(documents() * repeats):
-        made.append({name: _value(name, kind, text, index, columns) for name, kind in columns.items()})
-    start = 0
-    files = ""
-    for place, split in enumerate(splits):
-        end = len(made) if split == splits[-1] else int(len(made) * (0.9 + 0.1 * place / (len(splits) - 1)))
-        rows = Dataset.from_list(made[start:end])
-        if "images" in columns:
-            rows = rows.cast_column("images", List(Image()))
-        start = end
-        (folder / split).mkdir(parents=True)
-        for shard in range(SHARDS):
-            rows.shard(SHARDS, shard, contiguous=False).to_parquet(str(folder / split / f"{shard:05}.parquet"))
-        files += f"  - split: {split}\n    path: {split}/*.parquet\n"
-    card = f"---\nconfigs:\n- config_name: {source.config or 'default'}\n  data_files:\n{files}---\n"
-    (folder / "README.md").write_text(card, "utf-8")
-
-
-def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]) -> Any:
-    """A value for one column of a row that holds `text`."""
-    if kind == "messages":
-        return _conversation(text)
-    if kind in ("chosen messages", "rejected messages"):
-        turns = _conversation(text)[:2]
-        for turn in turns:
-            turn["content"] = turn["content"].strip()
-        if kind == "rejected messages":
-            turns[1:] = [{"role": "assistant", "content": "I do not know."}]
-        return turns
-    if kind == "messages with thinking":
-        turns = _conversation(text)
-        for turn in turns:  # other turns have the key too, as in every row of a Parquet file
-            turn["thinking"] = "A short thought." if turn["role"] == "assistant" else None
-        return turns
-    if kind == "question":
-        return text[:100]
-    if kind == "answer with a number":
-        return f"{text[:50]}\n#### {index}"
-    if kind == "messages with images":
-        question, answer = _conversation(text)[:2]
-        parts = [{"type": "image", "text": None}] * IMAGES_OF_ROWS[index % len(IMAGES_OF_ROWS)]
-        question["content"] = [*parts, {"type": "text", "text": question["content"][:100]}]
-        answer["content"] = [{"type": "text", "text": answer["content"]}]
-        return [question, answer]
-    if kind == "images":
-        return [_picture(index + number) for number in range(IMAGES_OF_ROWS[index % len(IMAGES_OF_ROWS)])]
-    if kind == "int64":
-        return index
-    if kind == "float64":
-        return index / 1000
-    if name in NOT_PROSE:
-        return f"{name}-{index}"
-    prose = [column for column in columns if columns[column] == "string" and column not in NOT_PROSE]
-    if len(prose) == 1:
-        return text
-    words = text[:200].split(" ")  # prompt and completion together stay below a rehearsal's max_length
-    position = prose.index(name)
-    return " ".join(words[len(words) * position // len(prose) : len(words) * (position + 1) // len(prose)])
-
-
-def _picture(index: int) -> dict[str, Any]:
-    """An image of one colour, as a column of images has it. Images have different sizes."""
-    from PIL import Image
-
-    made = io.BytesIO()
-    Image.new("RGB", (32 + index % 5 * 16, 48), (index % 256, index * 7 % 256, 90)).save(made, "PNG")
-    return {"bytes": made.getvalue(), "path": None}
-
-
-def _conversation(text: str) -> list[dict[str, str]]:
-    """Turns of a user and an assistant. Answers are short, so that even the samples of a rehearsal come to an end."""
-    words = text.split(" ")
-    size = min(40, len(words))
-    question = size * 4 // 5
-    turns = []
-    for start in range(0, len(words) - size + 1, size):
-        part = words[start : start + size]
-        asked = " ".join(part[:question])
-        answered = " ".join(part[question:])
-        if asked.strip() and answered.strip():
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    return turns
 
 
 def family_of(name: str) -> dict | None:
@@ -356,46 +246,17 @@ def make_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def documents() -> list[str]:
-    """About 500 documents of 100 to 6,000 characters, from Python's own documentation: always the same in the same order."""
-    from pydoc_data.topics import topics
+    """About 500 documents of 100 to 6,000 characters, always in the same order."""
+    from pyarrow import parquet
 
-    generator = random.Random(0)
-    texts = []
-    text = ""
-    length = 0
-    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
-        if not text:
-            length = min(max(generator.lognormvariate(6.2, 0.8), 100), 6000)
-        text += paragraph + "\n\n"
-        if len(text) >= length:
-            texts.append(text.strip())
-            text = ""
-    texts = list(dict.fromkeys(texts))  # some topics share paragraphs
-    generator.shuffle(texts)
-    return texts
+    rows = parquet.read_table(DATASETS["HuggingFaceFW/fineweb-edu"] / "train", columns=["text", "int_score"])
+    return rows.sort_by("int_score")["text"].to_pylist()
 
 
 def make_tokenizer(family: dict) -> PreTrainedTokenizerFast:
-    """A small tokenizer, trained on `documents`, with the special tokens of a family."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pieces := family.get("pieces"):
-        split = pre_tokenizers.Split(Regex(pieces), "isolated")
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=family["special"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents(), trainer)
-    if first := family.get("begins_with"):
-        tokenizer.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, tokenizer.token_to_id(first))])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **family["tokenizer"])
+    """The small tokenizer of a family: 2,048 tokens, with the special tokens of its models."""
+    file = Path(__file__).with_name("tokenizers") / f"{family['tokenizer_file']}.json"
+    made = PreTrainedTokenizerFast(tokenizer_file=str(file), **family["tokenizer"])
     if name := family.get("chat_template_of_trl"):
         made.chat_template = resources.files("trl").joinpath("chat_templates", f"{name}.jinja").read_text("utf-8")
     return made

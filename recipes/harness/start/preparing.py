@@ -71,9 +71,7 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
         if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
-        tiny.make_replacements(data, model_args)
-        if teacher:
-            tiny.make_teacher(training_args, model_args)
+        tiny.make_models(training_args, model_args)
         training_args, model_args = copy.copy(training_args), copy.copy(model_args)
         data = tiny.use_replacements(data, training_args, model_args)
     else:

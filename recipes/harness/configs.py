@@ -1,76 +1,100 @@
 """Reads an Accelerate YAML. Refuses keys and values that accelerate would ignore or misread without an error."""
 
 import dataclasses
-import difflib
-import re
-import shlex
 from pathlib import Path
-from types import UnionType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from harness.messages import UserError
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-# The type of the value of each key, or the values that it may have. Every key may be null. Accelerate 1.15 reads these for FSDP2
-# (utils/launch.py, FullyShardedDataParallelPlugin); tests/test_configs.py compares.
-FSDP2_KEYS = {
-    "fsdp_version": (2,),
-    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),  # one FSDP unit per transformer layer
-    "fsdp_transformer_layer_cls_to_wrap": str,  # names with commas between them, without spaces
-    "fsdp_reshard_after_forward": bool,
-    "fsdp_offload_params": bool,
-    "fsdp_cpu_ram_efficient_loading": bool,
-    "fsdp_activation_checkpointing": bool,
-    "fsdp_activation_checkpointing_offload": bool,
-    "fsdp_state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
-    "fsdp_ignored_modules": str,  # a regular expression
-}
-OWN_KEYS = {  # of this project: accelerate ignores them, run/sharding.py reads them
-    "fsdp_reshard_after_backward": bool,
-    "fsdp_reduce_each_batch": bool,
-    "fsdp_reduce_dtype": ("float32", "bfloat16", "float16"),
-}
-PARALLELISM_KEYS = {
-    "parallelism_config_dp_replicate_size": int,
-    "parallelism_config_dp_shard_size": int,
-    # Tensor, context and sequence parallelism, which this project does not have.
-    "parallelism_config_tp_size": (1,),
-    "parallelism_config_cp_size": (1,),
-    "parallelism_config_sp_size": (1,),
-}
-TOP_KEYS = {  # that a run needs, that `accelerate config` writes, or that launch.sh sets
-    "compute_environment": str,
-    "debug": bool,
-    "distributed_type": ("FSDP", "MULTI_GPU", "NO"),
-    "downcast_bf16": bool | str,
-    "enable_cpu_affinity": bool,
-    "fsdp_config": dict,
-    "gpu_ids": str | int,
-    "machine_rank": int,
-    "main_process_ip": str,
-    "main_process_port": int,
-    "main_training_function": str,
-    "mixed_precision": ("no", "bf16", "fp16"),  # without quotes, `no` is false in YAML
-    "num_machines": int,
-    "num_processes": int,
-    "parallelism_config": dict,
-    "rdzv_backend": str,
-    "same_network": bool,
-    "tpu_env": list,
-    "tpu_use_cluster": (False,),
-    "tpu_use_sudo": (False,),
-    "use_cpu": (False,),  # --use_cpu trains on the CPU
-}
-FSDP1_KEYS = {
-    "fsdp_sharding_strategy",
-    "fsdp_use_orig_params",
-    "fsdp_sync_module_states",
-    "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
-}
-Kind = type | UnionType | tuple[Any, ...]
-NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", list: "a list", dict: "lines of `key: value` below it"}
+OWN_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_each_batch", "fsdp_reduce_dtype"}
+
+
+class Keys(BaseModel):
+    """Keys of a YAML, with the type or the possible values of each. Other keys are refused. Every key may be null."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_null(cls, keys: Any) -> Any:
+        return {key: value for key, value in keys.items() if value is not None} if isinstance(keys, dict) else keys
+
+
+class FsdpKeys(Keys):
+    """What accelerate 1.15 reads for FSDP2 (utils/launch.py, FullyShardedDataParallelPlugin), and OWN_KEYS."""
+
+    fsdp_version: Literal[2]
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"]  # one FSDP unit per transformer layer
+    fsdp_transformer_layer_cls_to_wrap: str = ""  # names with commas between them, without spaces
+    fsdp_reshard_after_forward: bool = True
+    fsdp_offload_params: bool = False
+    fsdp_cpu_ram_efficient_loading: bool = False
+    fsdp_activation_checkpointing: bool = False
+    fsdp_activation_checkpointing_offload: bool = False
+    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = "FULL_STATE_DICT"
+    fsdp_ignored_modules: str = ""  # a regular expression
+    # Of this project: accelerate ignores them, run/sharding.py reads them.
+    fsdp_reshard_after_backward: bool = True
+    fsdp_reduce_each_batch: bool = False
+    fsdp_reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class ParallelismKeys(Keys):
+    """Tensor, context and sequence parallelism are not supported."""
+
+    parallelism_config_dp_replicate_size: PositiveInt = 1
+    parallelism_config_dp_shard_size: PositiveInt = 1
+    parallelism_config_tp_size: Literal[1] = 1
+    parallelism_config_cp_size: Literal[1] = 1
+    parallelism_config_sp_size: Literal[1] = 1
+
+
+class TopKeys(Keys):
+    """What a run needs, `accelerate config` writes, or launch.sh sets."""
+
+    compute_environment: str = ""
+    debug: bool = False
+    distributed_type: Literal["FSDP", "MULTI_GPU", "NO"]  # without quotes, `NO` and `no` are false in YAML
+    downcast_bf16: bool | str = "no"
+    enable_cpu_affinity: bool = False
+    fsdp_config: FsdpKeys | None = None
+    gpu_ids: Annotated[str, Field(pattern=r"^(all|[0-9]{1,3}(, ?[0-9]{1,3})*)$")] | int = "all"
+    machine_rank: int = 0
+    main_process_ip: str = ""
+    main_process_port: int = 0
+    main_training_function: str = ""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    num_machines: PositiveInt = 1
+    num_processes: PositiveInt = 1
+    parallelism_config: ParallelismKeys = ParallelismKeys()
+    rdzv_backend: str = ""
+    same_network: bool = True
+    tpu_env: list = []
+    tpu_use_cluster: Literal[False] = False
+    tpu_use_sudo: Literal[False] = False
+    use_cpu: Literal[False] = False  # --use_cpu trains on the CPU
+
+    @model_validator(mode="after")
+    def check_contradictions(self) -> "TopKeys":
+        """Raises ValueError for what accelerate would ignore, or do in another way than the file says."""
+        fsdp = self.fsdp_config
+        if (self.distributed_type == "FSDP") != (fsdp is not None):
+            raise ValueError("fsdp_config and distributed_type: FSDP need each other")
+        if fsdp and not fsdp.fsdp_reshard_after_backward:
+            if fsdp.fsdp_reshard_after_forward:
+                raise ValueError("fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false")
+            if fsdp.fsdp_reduce_each_batch:
+                raise ValueError("fsdp_reduce_each_batch saves memory that fsdp_reshard_after_backward: false uses: set only one")
+        if fsdp and fsdp.fsdp_activation_checkpointing_offload and not fsdp.fsdp_activation_checkpointing:
+            raise ValueError("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
+        if self.num_processes % self.num_machines:
+            raise ValueError("num_processes counts all machines, so it must be a multiple of num_machines")
+        if self.distributed_type == "NO" and self.num_processes > 1:
+            raise ValueError("distributed_type NO is one process: use FSDP or MULTI_GPU for several")
+        return self
 
 
 @dataclasses.dataclass
@@ -108,34 +132,27 @@ class AccelerateConfig:
 
 
 def read(path: str) -> AccelerateConfig:
-    """Reads the YAML at `path`; "" is a run without one. Raises UserError with everything that is wrong with the file."""
+    """Reads the YAML at `path`; "" is a run without one.
+
+    Raises UserError with everything that is wrong with its keys: accelerate would ignore them, and train in another way.
+    """
     if not path:
         return AccelerateConfig()
     file = Path(path).name
-    if not Path(path).is_file():
-        raise UserError(f"file not found: {path}")
-    keys = read_yaml(path, file)
-    if not isinstance(keys, dict):
-        raise UserError(f"{file}: no keys found: an Accelerate config is a list of `key: value` lines")
-    if is_for_others(keys):
+    try:
+        keys = TopKeys.model_validate(read_yaml(path, file))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors(include_input=False)]
         raise UserError(
-            f"{file}: this config is for FSDP1 or DeepSpeed, and this project uses FSDP2: for FSDP1, run `.venv/bin/accelerate "
-            f"to-fsdp2 --config_file {shlex.quote(path)} --output_file NEW.yaml`; for DeepSpeed, copy the config of the same "
-            "strategy (docs/memory-and-strategies.md#fsdp1-and-deepspeed-terms)"
-        )
-    for part in (keys.get("fsdp_config"), keys.get("parallelism_config"), keys):
-        if isinstance(part, dict):
-            for key in [key for key, value in part.items() if value is None]:
-                del part[key]
-    if problems := find_problems(keys):
-        raise UserError(f"{file}: {'; '.join(problems)}")
-
-    parallelism = keys.get("parallelism_config", {})
-    values = keys | {key.removeprefix("fsdp_"): value for key, value in keys.get("fsdp_config", {}).items()}
+            f"{file}: {'; '.join(problems)} (a config for FSDP1 or DeepSpeed: "
+            "docs/memory-and-strategies.md#fsdp1-and-deepspeed-terms)"
+        ) from error
+    given = keys.model_dump(exclude_unset=True)
+    values = given | {key.removeprefix("fsdp_"): value for key, value in given.get("fsdp_config", {}).items()}
     values["path"] = path
-    values["replicas"] = parallelism.get("parallelism_config_dp_replicate_size", 1)
-    values["shards"] = parallelism.get("parallelism_config_dp_shard_size", 1)
-    values["gpu_ids"] = _gpu_ids(keys)
+    values["replicas"] = keys.parallelism_config.parallelism_config_dp_replicate_size
+    values["shards"] = keys.parallelism_config.parallelism_config_dp_shard_size
+    values["gpu_ids"] = str(keys.gpu_ids).replace(" ", "").replace("all", "")
     fields = [field.name for field in dataclasses.fields(AccelerateConfig)]
     return AccelerateConfig(**{name: values[name] for name in fields if name in values})
 
@@ -161,76 +178,3 @@ class UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.append(key)
         return super().construct_mapping(node, deep)
-
-
-def is_for_others(keys: dict) -> bool:
-    """Whether a YAML is for FSDP1 or DeepSpeed."""
-    fsdp = keys.get("fsdp_config")
-    is_fsdp1 = isinstance(fsdp, dict) and (fsdp.keys() & FSDP1_KEYS or isinstance(fsdp.get("fsdp_reshard_after_forward"), str))
-    return bool(is_fsdp1) or keys.get("distributed_type") == "DEEPSPEED" or "deepspeed_config" in keys
-
-
-def find_problems(keys: dict) -> list[str]:
-    """Everything that is wrong with the keys of a YAML: with their names and types first, then what contradicts."""
-    if problems := wrong_keys(keys, TOP_KEYS):
-        return problems
-    fsdp = keys.get("fsdp_config", {})
-    parallelism = keys.get("parallelism_config", {})
-    kind = keys.get("distributed_type")
-    problems += wrong_keys(fsdp, FSDP2_KEYS | OWN_KEYS) + wrong_keys(parallelism, PARALLELISM_KEYS)
-    kinds = TOP_KEYS | FSDP2_KEYS
-    required = ["distributed_type"]
-    if kind == "FSDP":
-        required += ["fsdp_version", "fsdp_auto_wrap_policy"]
-    elif fsdp:
-        problems.append("fsdp_config is only read with distributed_type: FSDP")
-    problems += [f"{key} is missing, expected {name_of_kind(kinds[key])}" for key in required if key not in keys | fsdp]
-    if problems:
-        return problems
-
-    if fsdp.get("fsdp_reshard_after_backward") is False:
-        if fsdp.get("fsdp_reshard_after_forward") is not False:
-            problems.append("fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false")
-        if fsdp.get("fsdp_reduce_each_batch"):
-            problems.append(
-                "fsdp_reduce_each_batch: true saves memory that fsdp_reshard_after_backward: false uses: set only one"
-            )
-    if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
-        problems.append("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
-    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
-        problems.append(f"gpu_ids is {keys['gpu_ids']!r}, expected all, or numbers of GPUs such as 0,2")
-    problems += [f"{key} is {size}, expected a number of GPUs or replicas" for key, size in parallelism.items() if size < 1]
-    processes = keys.get("num_processes", 1)
-    machines = keys.get("num_machines", 1)
-    if min(processes, machines) < 1 or processes % machines:
-        problems.append(f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
-    elif kind == "NO" and processes > 1:
-        problems.append(f"distributed_type NO is one process: use FSDP or MULTI_GPU for {processes}")
-    return problems
-
-
-def wrong_keys(keys: dict, kinds: dict[str, Kind]) -> list[str]:
-    """The keys that are not in `kinds`, and those with a value of another kind."""
-    problems = []
-    for key, value in keys.items():
-        if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.85)
-            problems.append(f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else "it would be ignored: delete it"))
-        elif not is_of_kind(value, kinds[key]):
-            problems.append(f"{key} is {value!r}, expected {name_of_kind(kinds[key])}")
-    return problems
-
-
-def is_of_kind(value: Any, kind: Kind) -> bool:
-    if isinstance(kind, tuple):
-        return any(type(value) is type(one) and value == one for one in kind)
-    return isinstance(value, kind) and not (isinstance(value, bool) and kind is int)
-
-
-def name_of_kind(kind: Kind) -> str:
-    return " or ".join(map(repr, kind)) if isinstance(kind, tuple) else NAMES_OF_TYPES.get(kind, "a text")
-
-
-def _gpu_ids(keys: dict) -> str:
-    ids = keys.get("gpu_ids")
-    return "" if ids in (None, "all") else str(ids).replace(" ", "")

@@ -37,7 +37,7 @@ FLAGS_OF_OTHERS = {"logdir", "max-lora-rank", "jobid", "overlap"}  # of tensorbo
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [
     ["signals", "launched", "messages", "instead", "restarts", "torchvision_operators"],
-    ["compat", "batches", "exchange"],
+    ["compat", "batches"],
     ["configs", "folder", "hub", "runs"],
     ["nodes"],
     ["data"],

@@ -21,12 +21,12 @@ from typing import Any
 
 from harness.batches import IGNORED
 from harness.data.stream_rows import MOST_PARTS
-from harness.exchange import gather_values
 from harness.folder import DamagedFile, read_json, step_of
 from harness.messages import UserError, print_once
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -211,7 +211,7 @@ class StreamPosition(TrainerCallback):
         saved_parts, states = _read_states(self.checkpoint, self.stream)
         is_complete = 0 < saved_parts <= min(stream.num_shards, slots)
         micro_batches = divided_by(saved_parts if is_complete else parts)
-        if all(gather_values(is_complete and micro_batches.streams.keys() <= states.keys())):
+        if all(gather_object([is_complete and micro_batches.streams.keys() <= states.keys()])):
             logging.getLogger("datasets.iterable_dataset").setLevel(logging.ERROR)  # its warning is about buffers of many rows
             for part, of_part in micro_batches.streams.items():
                 of_part.load_state_dict(states[part])

@@ -2,10 +2,9 @@
 
 import datetime
 
-from harness.exchange import are_several
-
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch.distributed import ProcessGroup
 
 
@@ -15,7 +14,7 @@ def make_cpu_group(timeout: float) -> ProcessGroup | None:
     `timeout` is the seconds that a process waits for the others. If the default group is a gloo group, it gets this timeout too:
     transformers passes `ddp_timeout` to NCCL only.
     """
-    if not are_several():
+    if PartialState().num_processes == 1:
         return None
     limit = datetime.timedelta(seconds=timeout)
     if dist.get_backend() == "gloo":
@@ -34,7 +33,7 @@ def maximum(number: int, group: ProcessGroup | None) -> int:
 
 def make_group_for_failures() -> ProcessGroup | None:
     """A group for `all_failed`, in which a process waits 30 seconds for the others; None for one process."""
-    if not are_several():
+    if PartialState().num_processes == 1:
         return None
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=30))
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from harness.data.images import ImageCollator
 from harness.data.streams import StreamPosition
-from harness.exchange import gather_values
 from harness.hub import HubLost, temporary_failure
 from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
 from harness.signals import OUT_OF_TIME
 
+from accelerate.utils import gather_object
 from datasets import IterableDataset
 from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -117,7 +117,7 @@ class AgreedReader(TrainerCallback):
         """The exit code, after one message from all processes, if one of them could not read; else 0. Collective."""
         if not self.exit_code:
             return 0
-        reason = max(gather_values(self.error), key=len)
+        reason = max(gather_object([self.error]), key=len)
         hint = "There is no checkpoint yet"
         if self.saved_step:  # a file that was mended has changed, so the same command would be refused
             resumes = self.exit_code == OUT_OF_TIME

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness import folder
-from harness.exchange import gather_values, value_of_first
 from harness.folder import read_json
 from harness.messages import UserError, print_once
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
@@ -18,6 +17,7 @@ from harness.run.weights import WeightsOfModel
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import (
     PreTrainedConfig,
     Trainer,
@@ -111,9 +111,9 @@ class Checkpoints(TrainerCallback):
                 self._save_config(model, checkpoint)
             for path in checkpoint.glob("*.safetensors"):
                 shutil.copymode(self.output_dir / folder.RUN, path)  # safetensors makes files that only their owner can read
-        if problem := value_of_first(self.weights.problem(checkpoint) if process.is_main_process else ""):
+        if problem := broadcast_object_list([self.weights.problem(checkpoint) if process.is_main_process else ""])[0]:
             raise RuntimeError(f"{checkpoint} does not have the weights that were trained: {problem}")
-        parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
+        parts = gather_object([sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process))])
         if process.is_main_process:
             files = {}
             for part in parts:
@@ -155,7 +155,7 @@ def find_checkpoints(output_dir: Path) -> FoundCheckpoints:
     """Looks for the newest complete checkpoint, and for what is wrong with newer ones. The same on all processes; collective."""
     process = PartialState()
     # A network file system can show the nodes different folders for a while, so the first process lists them.
-    listed = value_of_first([(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)])
+    listed = broadcast_object_list([[(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)]])[0]
     found = FoundCheckpoints(None, {}, [])
     for name, is_not_complete in listed:
         path = output_dir / name
@@ -163,7 +163,7 @@ def find_checkpoints(output_dir: Path) -> FoundCheckpoints:
             found.incomplete.append(path)
         elif found.complete is None:
             own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
-            if damage := max(gather_values(own_damage), key=len):
+            if damage := max(gather_object([own_damage]), key=len):
                 found.damaged[path] = damage
             else:
                 found = found._replace(complete=path)

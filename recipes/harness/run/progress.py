@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from harness.exchange import gather_values
 from harness.run.generation import micro_batches_of_generation
 from harness.run.metrics import evaluation_losses, format_metrics, name_of_dataset, own_metrics
 
 import torch
+from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
@@ -143,8 +143,8 @@ class Progress(TrainerCallback):
     def so_far(self) -> dict[str, float]:
         """Tokens on all processes and seconds of the whole run. Collective. `runtime` is in seconds and includes everything."""
         counted = {
-            "rows": sum(gather_values(self.rows)),
-            "tokens": sum(gather_values(self.tokens)),
+            "rows": sum(gather_object([self.rows])),
+            "tokens": sum(gather_object([self.tokens])),
             "loss_tokens": int(self.loss_tokens),
             "seconds": self.seconds,
             "runtime": (self.ended or time.monotonic()) - self.began,

@@ -13,7 +13,6 @@ from operator import itemgetter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of
-from harness.exchange import gather_values
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
@@ -23,6 +22,7 @@ from harness.run.progress import Progress
 from harness.run.trainer import RunTrainer
 
 import torch
+from accelerate.utils import gather_object
 from datasets import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
@@ -43,7 +43,7 @@ def write_results(
     `tokens_per_second` only the time of optimizer steps.
     """
     output_dir = Path(trainer.args.output_dir)
-    processes = gather_values(measure_process(trainer))
+    processes = gather_object([measure_process(trainer)])
     by_node = group_by_node(processes)
     data = {}
     with only_report("the report about the data"):

@@ -5,7 +5,6 @@ import signal
 from operator import attrgetter
 
 from harness.compat.transformers import TrainerWithHooks
-from harness.exchange import gather_values
 from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
 from harness.run.metrics import logged_by_evaluations
@@ -13,6 +12,7 @@ from harness.run.sharding import local_tensor
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 import torch
+from accelerate.utils import gather_object
 from torch.distributed import ProcessGroup
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -123,7 +123,7 @@ class StopOnNan(TrainerCallback):
         """Stops the run, on all processes, if a trained weight is NaN or infinite."""
         trained = filter(attrgetter("requires_grad"), model.parameters())
         is_finite = all(bool(local_tensor(weight.detach()).isfinite().all()) for weight in trained)
-        if not all(gather_values(is_finite)):
+        if not all(gather_object([is_finite])):
             self._stop("some trained weights are NaN or infinite", state)
 
     def _stop(self, problem: str, state: TrainerState) -> None:
@@ -153,7 +153,7 @@ class StopIfUnchanged(TrainerCallback):
     ) -> None:
         if self.first is None or state.global_step < state.max_steps:
             return
-        if not any(gather_values(sums_of_trained(model) != self.first)):
+        if not any(gather_object([sums_of_trained(model) != self.first])):
             raise UserError(
                 "no trained weight has changed: the learning rate was 0 in each step (--learning_rate, --warmup_steps), or the "
                 "optimizer has other weights than the model"

@@ -19,7 +19,6 @@ from harness import configs, folder, runs
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.datasets import map_in_one_process
 from harness.data import reading
-from harness.exchange import gather_values
 from harness.hub import commit_of
 from harness.launched import launched
 from harness.messages import UserError, is_first_process, print_once
@@ -53,6 +52,7 @@ from harness.start.recipes import begin_process, report_failures_of, report_miss
 from harness.start.record import command_of, digest_of_recipe
 
 import torch
+from accelerate.utils import gather_object
 from transformers import Trainer, TrainingArguments, set_seed
 
 SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes find out whether they share a folder
@@ -240,7 +240,7 @@ def check_folder_is_shared(output_dir: Path) -> None:
         time.sleep(0.5)
         with contextlib.suppress(OSError):  # the folder is not there
             os.scandir(output_dir).close()
-    if not all(gather_values(sees)):
+    if not all(gather_object([sees])):
         raise UserError(
             f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
             "pass a folder on a file system that all nodes share, or --save_strategy no"

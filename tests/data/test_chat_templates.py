@@ -15,7 +15,6 @@ import pytest
 import trl
 from conftest import ROOT
 from runs import tiny_tokenizer
-from trl.chat_template_utils import has_generation_markers
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QUESTION = {"role": "user", "content": "Why is it so?"}
@@ -291,7 +290,9 @@ def test_keys_of_turns_that_a_template_ignores(tokenizer, capsys):
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
-    assert has_generation_markers(tokenizer.chat_template) and training_template(tokenizer) is None
+    template = training_template(tokenizer)
+    assert template == tokenizer.chat_template.removesuffix("\n")
+    assert "Because of that." in (marked := render(tokenizer, template, ONE_ANSWER)[1]) and "Why" not in marked
 
 
 def test_headings_template(tokenizer):

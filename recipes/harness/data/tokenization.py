@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.batches import IGNORED, is_packed
 from harness.data import images
-from harness.data.chat_templates import load_bare_tokenizer, options_of, show_turns, training_template
+from harness.data.chat_templates import load_bare_tokenizer, options_of, own_template, show_turns, training_template
 from harness.data.streams import documents_per_batch
 from harness.messages import UserError, print_once
 from harness.runs import Run
@@ -180,12 +180,10 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     return rows.map(**settings, remove_columns=[name for name in columns if name not in kept]).select_columns(kept)
 
 
-def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    try:
-        template = training_template(tokenizer)
-    except ValueError as error:
-        raise UserError(f"--assistant_only_loss: the answers cannot be marked: {error}: leave out the flag") from error
-    if template is None and not is_chat_template_stop_token_trained(tokenizer):
+def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
+    """See `training_template`. Prints if it does not mark the tokens that end answers."""
+    template = training_template(tokenizer)
+    if template == own_template(tokenizer) and not is_chat_template_stop_token_trained(tokenizer):
         print_once(
             "warning: the chat template does not mark the token that ends an answer: the model may not learn to stop. Move it "
             "into {% generation %} in a copy of the template, and pass that with --chat_template_path."

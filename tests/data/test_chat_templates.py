@@ -326,8 +326,11 @@ def test_template_of_recipe_is_for_models_without_one(build_trainer):
     assert "im_start" in build_trainer("llama31_70b_qlora", *instruct).processing_class.chat_template
 
 
-def test_pairs_of_a_recipe_without_formats():
-    """Their columns are the trainer's, whether or not they have a prompt."""
+def test_rows_that_are_not_judged():
+    """Of recipes without dataset_formats: pairs without a prompt as messages, and contents that are lists of parts."""
     answer = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    for prompt in ({}, {"prompt": "Why?"}):
-        assert chat_templates.conversations_of({"chosen": answer, "rejected": answer, **prompt}) == []
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in answer]
+    rows = [{"chosen": answer, "rejected": answer, **prompt} for prompt in ({}, {"prompt": "Why?"})]
+    for row in (*rows, {"prompt": parts[:1], "chosen": parts[1:], "rejected": parts[1:]}, {"messages": parts}):
+        assert chat_templates.conversations_of(row) == []
+    assert chat_templates.conversations_of({"messages": answer}) == [{"messages": answer}]

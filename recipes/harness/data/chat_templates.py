@@ -513,13 +513,23 @@ def _replace_texts(row: dict) -> None:
 
 
 def conversations_of(row: dict) -> list[dict]:
-    """The conversations in a converted row, as rows with `messages`, or with `prompt` and `completion`."""
+    """The conversations in a row, as rows with `messages`, or with `prompt` and `completion`.
+
+    Those whose contents are no texts are left out: of recipes without dataset_formats, in a form that cannot be judged here.
+    """
+    found = [row]
     if "chosen" in row:
-        if not isinstance(row.get("prompt"), list):  # not converted: a recipe without dataset_formats, such as a reward model's
-            return []
         others = without(row, "chosen", "rejected")
-        return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
-    return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
+        found = [others | {"completion": row[name]} for name in ("chosen", "rejected")]
+    return [conversation for conversation in found if has_readable_turns(conversation)]
+
+
+def has_readable_turns(row: dict) -> bool:
+    if not isinstance(row.get("messages"), list) and not (
+        isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
+    ):
+        return False
+    return all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns_of(row))
 
 
 def load_bare_tokenizer(model_args: ModelConfig, reads_images: bool = False) -> PreTrainedTokenizerBase:

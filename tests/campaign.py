@@ -4,20 +4,18 @@
 
 It prints a table, also after Ctrl-C, and writes every trial into campaign.jsonl. KIND: only trials of one kind.
 
-A trial interrupts a rehearsal of six steps, which saves a checkpoint every two steps, in one of four ways:
+A trial interrupts a rehearsal of six steps, which saves a checkpoint every two steps, in one of three ways:
 
 - kill: SIGKILL, to one process or to all, just before the run changes a file in its output directory: opens it for writing,
   makes, renames or deletes it. Python's audit events report these changes. What torch and safetensors write without Python is
   killed before and after only; "damage" makes the incomplete files that a kill in between would leave.
 - damage: a file of the newest checkpoint is missing, empty, truncated or changed.
 - signal: SIGTERM or SIGUSR1 at a random moment after the start, to the launcher or to all processes.
-- processes: as kill, and the same command continues on another number of processes.
 
 Then the same command must exit with code 0, repeat no more steps than there are between two checkpoints, and log the losses and
-save the model of the uninterrupted run, bit for bit (except ROUNDED). On another number of processes sums are rounded
-differently: the losses may differ by ON_OTHER_PROCESSES, and the position in the stream must be the same, byte for byte. No
-process may remain and no traceback may be printed. Every run is a fork of this process, which has imported the libraries, and
-does what launch.sh does; runs that get a signal are launch.sh itself.
+save the model of the uninterrupted run, bit for bit (except ROUNDED). No process may remain and no traceback may be printed.
+Every run is a fork of this process, which has imported the libraries, and does what launch.sh does; runs that get a signal are
+launch.sh itself.
 """
 
 import contextlib
@@ -63,10 +61,7 @@ DAMAGE = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "changed": lambda path: path.write_bytes(bytes(255 - byte for byte in path.read_bytes())),
 }
-KINDS = ("kill", "damage", "signal", "processes")
-# Other numbers of processes that can have the steps of a config; 1x3090 is for one process only.
-OTHER_NUMBERS = {"1x3090_offload": (2,), "4gpu_ddp": (1, 2), "4gpu_full_shard": (1, 2)}
-ON_OTHER_PROCESSES = 0.01
+KINDS = ("kill", "damage", "signal")
 TARGETS = ("all", "one")
 EXIT_CODES = {0, 75, 143, 138, -signal.SIGTERM, -signal.SIGUSR1}  # of runs that got a signal
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")  # audit events
@@ -76,7 +71,7 @@ class Run:
     """A run in its own process group, whose output goes into FOLDER.log.
 
     `kill_before`: the number of a change of a file; `target`: whether it kills the process or all. `changes`: a file that lists
-    all changes. `as_fork`: a fork of this process instead of launch.sh. `processes`: how many, 0 for those of the config.
+    all changes. `as_fork`: a fork of this process instead of launch.sh.
     """
 
     def __init__(
@@ -87,7 +82,6 @@ class Run:
         target: str = "all",
         changes: Path | None = None,
         as_fork: bool = True,
-        processes: int = 0,
     ):
         self.log = folder.with_name(f"{folder.name}.log")
         config, *flags = arguments
@@ -101,8 +95,6 @@ class Run:
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            if processes:
-                os.environ["NPROC_PER_NODE"] = str(processes)
             if not as_fork:
                 os.execv(ROOT / "launch.sh", command)
             if kill_before or changes:
@@ -232,17 +224,14 @@ class Campaign:
         reference, run = self.reference(variant), self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
         interrupts = {"kill": self._kill, "damage": self._damage, "signal": self._signal}
-        interrupt = interrupts.get(kind, self._kill)
-        what, last_step, problem = interrupt(run, variant, reference)
-        processes = self.random.choice(OTHER_NUMBERS[VARIANTS[variant][0]]) if kind == "processes" else 0
-        what += f", then on {processes}" if processes else ""
-        again = Run(run, VARIANTS[variant], processes=processes)
+        what, last_step, problem = interrupts[kind](run, variant, reference)
+        again = Run(run, VARIANTS[variant])
         code, problem_of_second = again.wait()
         problem, repeated = problem or problem_of_second, 0
         if not problem and code != 0:
             problem = f"then exit code {code}: {again.log.read_text()[-300:]}"
         if not problem:
-            problem = (difference_of_rows if processes else difference)(run, reference.folder, variant)
+            problem = difference(run, reference.folder, variant)
         if not problem and "is finished" not in again.log.read_text():
             repeated = max(0, last_step - read(run)["resumed_from_step"])
             problem = f"{repeated} steps repeated" if repeated > INTERVAL else ""
@@ -321,34 +310,6 @@ def difference(run: Path, uninterrupted: Path, variant: str) -> str:
     return "" if all(abs(one - other) <= share * abs(other) for one, other in pairs) else "other losses"
 
 
-def difference_of_rows(run: Path, uninterrupted: Path, variant: str) -> str:
-    """As `difference`, for a run that continued on another number of processes."""
-    from safetensors.torch import load_file
-
-    file = next(name for name in MODEL_FILES if (uninterrupted / name).is_file())
-    shapes, expected_shapes = (
-        {name: weight.shape for name, weight in load_file(folder / file).items()} for folder in (run, uninterrupted)
-    )
-    if shapes != expected_shapes:
-        return "another model"
-    positions, expected_positions = (
-        {path.name: path.read_bytes() for path in (folder / "checkpoint-6").glob("stream_*.json")}
-        for folder in (run, uninterrupted)
-    )
-    if positions != expected_positions or not positions:
-        return "another position in the stream"
-    counts, expected_counts = ([read(folder)[name] for name in ("tokens", "loss_tokens")] for folder in (run, uninterrupted))
-    if counts != expected_counts:
-        return "other rows"
-    losses, expected_losses = ({step: loss for step, loss, _ in logged_losses(folder)} for folder in (run, uninterrupted))
-    if losses.keys() != expected_losses.keys():
-        return "other steps"
-    is_close = all(
-        abs(loss - expected_losses[step]) <= ON_OTHER_PROCESSES * expected_losses[step] for step, loss in losses.items()
-    )
-    return "" if is_close else f"other losses: {losses}, expected {expected_losses}"
-
-
 def logged_losses(run: Path) -> list[tuple]:
     return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history(run)]
 
@@ -366,7 +327,6 @@ def main(trials: str = "300", seed: str = "0", kind: str = "") -> int:
     """Returns 1 if a trial failed."""
     campaign = Campaign(Path(os.environ.get("TMPDIR", "/tmp"), f"campaign-{os.getpid()}"), int(seed))
     kinds = [(variant, each) for variant in campaign.variants for each in ([kind] if kind else KINDS)]
-    kinds = [(variant, each) for variant, each in kinds if each != "processes" or VARIANTS[variant][0] in OTHER_NUMBERS]
     began = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(int(trials)):

@@ -23,7 +23,7 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[1]
 
 # A checkpoint in the middle and one at the end.
-SHORT = ["--max_steps", "6", "--save_steps", "4", "--eval_steps", "6"]
+SHORT = ["--max_steps", "6", "--save_steps", "4", "--eval_steps", "6", "--logging_steps", "1"]
 
 
 def fewer_processes(config: str) -> dict:

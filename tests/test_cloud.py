@@ -70,10 +70,6 @@ def words_of_line(script: str, envs: dict[str, str]) -> list[str]:
     return subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], env=envs, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_there_are_commands():
-    assert len(COMMANDS) == 3 and all(command[:4] == ["sky", "jobs", "launch", "cloud/train.yaml"] for command in COMMANDS)
-
-
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
 def test_command_fits_its_config(number, tasks):
     flags, variables = options_of(COMMANDS[number])

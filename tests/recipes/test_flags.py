@@ -13,7 +13,7 @@ from harness.data.script_arguments import ScriptArguments
 import pytest
 import transformers
 import trl
-from conftest import RECIPES, slow
+from conftest import RECIPES, ROOT, at_night
 from datasets.fingerprint import Hasher
 from runs import tiny_model
 
@@ -153,21 +153,14 @@ def test_all_flags_are_listed():
     assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
-# Recipes with SFTTrainer, similar to llama31_70b_qlora, and the one with DPOTrainer.
-SIMILAR = ("qwen2_chat", "qwen2_fineweb_edu", "llama31_8b_lora", "qwen3_8b_qlora", "qwen3_dpo")
-# As qwen3_8b_qlora, for models with such layers, or that read images.
-OF_OTHER_MODELS = ("qwen3_30b_a3b_lora", "qwen35_4b_lora", "qwen35_4b_images")
+BY_DAY = "llama31_70b_qlora"
+OF_OTHER_MODELS = ("qwen3_30b_a3b_lora", "qwen35_4b_lora", "qwen35_4b_images")  # as qwen3_8b_qlora, for models with such layers
+OTHERS = [path.stem for path in RECIPES if path.stem not in (BY_DAY, *OF_OTHER_MODELS)]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(path, marks=slow if path.stem in SIMILAR else (), id=path.stem)
-        for path in RECIPES
-        if path.stem not in OF_OTHER_MODELS
-    ],
-)
+@pytest.mark.parametrize("recipe", [BY_DAY, *at_night(*OTHERS)])
 def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):
+    recipe = ROOT / f"recipes/{recipe}.py"
     common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]
     common += ["--use_cpu", "--bf16", "false", "--max_steps", "5"]
     if recipe.stem == "qwen3_distill":

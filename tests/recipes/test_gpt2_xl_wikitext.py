@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from runs import merge, read
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -30,6 +31,7 @@ def test_packing_and_loss(build_trainer):
         assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(total / count, rel=1e-4)
 
 
+@slow
 def test_results_of_every_node(rehearse):
     run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
     (report,) = read(run)["nodes"]
@@ -37,6 +39,7 @@ def test_results_of_every_node(rehearse):
     assert report["world_size"] == 3 and report["fsdp_enabled"]
 
 
+@slow
 def test_saved_model_is_not_rounded(rehearse, tmp_path):
     """The weights may still be all-gathered in fp16 after an evaluation; the saved ones are those of the float32 checkpoint."""
     run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")

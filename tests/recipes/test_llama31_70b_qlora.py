@@ -7,6 +7,7 @@ from harness.runs import Run
 
 import pytest
 import torch
+from conftest import slow
 from peft import AutoPeftModelForCausalLM
 from runs import read
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ def test_conversations_and_texts(build_trainer):
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (16, 16, 0.05)
 
 
+@slow
 def test_answers_end(rehearse):
     """Generated answers have an end token, and the saved tokenizer formats prompts as in training."""
     flags = ["--max_steps", "24", "--learning_rate", "3e-2", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
@@ -45,8 +47,9 @@ def test_answers_end(rehearse):
     assert prompt == "<|begin_of_text|>### User\nWhy?\n\n### Assistant\n"
 
 
+@slow
 def test_only_the_adapter_is_saved(rehearse, workdir):
-    """It names the model that was quantized and loads on it. Checkpoints have no weight of the base model."""
+    """It names the model that was quantized and loads on it. Checkpoints have it and its moments in float32."""
     run = rehearse("llama31_70b_qlora", "2x3090_qlora")
     tiny_model = next((workdir / "outputs/tiny/.made").glob("meta-llama--Llama-3.1-70B-*"))
     assert read(run, "adapter_config.json")["base_model_name_or_path"] == str(tiny_model)
@@ -57,19 +60,14 @@ def test_only_the_adapter_is_saved(rehearse, workdir):
     }
     assert read(run)["trainable_params_b"] == pytest.approx(parameters["adapter"] / 1e9, abs=1e-6)
     assert read(run)["model_params_b"] == pytest.approx(sum(parameters.values()) / 1e9, abs=1e-6)  # unpacked
-    saved = FileSystemReader(run / "checkpoint-6/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
-    assert saved and all("lora_" in name for name in saved)
+    parts = [FileSystemReader(run / "checkpoint-6" / name).read_metadata() for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    saved, moments = (part.state_dict_metadata for part in parts)
+    assert saved and all("lora_" in name for name in saved) and sum("exp_avg_sq" in name for name in moments) == len(saved)
+    # bf16 would round away the decay of Adam's second moment, 0.1 % per step.
+    tensors = [entry for entry in [*saved.values(), *moments.values()] if hasattr(entry, "properties")]
+    assert {entry.properties.dtype for entry in tensors} == {torch.float32}
     model = AutoPeftModelForCausalLM.from_pretrained(run)
     assert sum(weight.abs().sum() for name, weight in model.named_parameters() if "lora_B" in name) > 0
-
-
-def test_adapter_and_its_adam_moments_are_float32(rehearse):
-    """bf16 would round away the decay of Adam's second moment, 0.1 % per step."""
-    run = rehearse("llama31_70b_qlora", "2x3090_qlora")
-    parts = [FileSystemReader(run / "checkpoint-6" / name).read_metadata() for name in ("pytorch_model_fsdp_0", "optimizer_0")]
-    for tensors in (part.state_dict_metadata for part in parts):
-        assert {entry.properties.dtype for entry in tensors.values() if hasattr(entry, "properties")} == {torch.float32}
-    assert sum("exp_avg_sq" in name for name in parts[1].state_dict_metadata) == len(parts[0].state_dict_metadata)
 
 
 def test_4bit_models_are_loaded_into_host_memory(monkeypatch):

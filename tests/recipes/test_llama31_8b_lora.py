@@ -3,6 +3,7 @@
 from harness.commands import merge
 
 import torch
+from conftest import slow
 from safetensors.torch import load_file
 from trained import texts_in_loss
 
@@ -28,6 +29,7 @@ def test_full_fine_tune(build_trainer):
     assert all(weight.requires_grad for weight in trainer.model.parameters())
 
 
+@slow
 def test_saved_adapter_is_not_rounded(rehearse):
     """The last evaluation comes after the checkpoint, and leaves the weights all-gathered in bf16; the saved ones are float32."""
     flags = ["--max_steps", "2", "--save_steps", "2", "--eval_strategy", "no"]

@@ -6,7 +6,7 @@ from harness.runs import Run, StartedRecipe
 from harness.start.checks import check_rows_are_tokens
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from runs import begin_at, losses, merge, read
 from transformers import AutoProcessor
 
@@ -17,6 +17,7 @@ SAME_STEPS = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "
 SAME_STEPS += ["--global_batch_size", "4", "--bf16", "false", "--learning_rate", "3e-3", "--lora_dropout", "0"]
 
 
+@slow
 @pytest.mark.parametrize("config", ["4gpu_ddp", "4gpu_full_shard"])
 def test_rows_with_and_without_images_on_two_processes(rehearse, config):
     """A process whose rows have no image waits for no other. Two processes compute what one does."""
@@ -28,6 +29,7 @@ def test_rows_with_and_without_images_on_two_processes(rehearse, config):
         assert together[step][1] == pytest.approx(grad_norm, rel=1e-3), step
 
 
+@slow
 def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir):
     uninterrupted = rehearse(RECIPE, "4gpu_full_shard", *SAME_STEPS, NPROC_PER_NODE="2")
     run = begin_at(uninterrupted / "checkpoint-2", workdir / "runs/resumed-images")
@@ -40,7 +42,7 @@ def test_saved_model_reads_images(rehearse, tmp_path, capsys, error_of):
     """The processor is saved with its limit, also merged; --verify computes the loss of the run; an image can be asked about."""
     from harness.commands import verify
 
-    run = rehearse(RECIPE, "1x3090", *SAME_STEPS)
+    run = rehearse(RECIPE, "4gpu_ddp")
     merge(run, tmp_path / "merged")
     capsys.readouterr()
     assert verify.main(str(run), str(tmp_path / "merged"), "--json") == 0

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from conftest import slow
 from runs import merge, read
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -30,12 +31,7 @@ def test_all_linear_leaves_out_what_reads_images(build_trainer):
     assert all(name.startswith("model.language_model.layers.") for name in names)
 
 
-def test_packing_is_refused(fork_launch, tmp_path):
-    process = fork_launch("--tiny", RECIPE, "1x3090", "--packing", "true", "--output_dir", tmp_path / "run", trains=False)
-    assert process.returncode == 2 and not (tmp_path / "run").exists()
-    assert "error: --packing: " in process.stderr
-
-
+@slow
 def test_whole_model_is_saved_as_it_came(rehearse, workdir):
     """A full fine-tune: the images' part is neither trained nor changed, and the saved model is of the same class."""
     run = rehearse("qwen2_chat", "1x3090", *AS_CHAT, "--max_steps", "2", "--eval_strategy", "no")

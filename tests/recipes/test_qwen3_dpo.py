@@ -51,7 +51,7 @@ def test_reference_pass_keeps_checkpointing(build_trainer):
 
 def test_saved_adapter_has_the_loss_of_the_run(rehearse, workdir, build_trainer):
     """The loss of its evaluation rows, from a plain model that gets every answer alone, and the base model as reference."""
-    run = rehearse("qwen3_dpo", "1x3090")
+    run = rehearse("qwen3_dpo", "4gpu_full_shard")
     model, rows = reload(run, workdir), build_trainer("qwen3_dpo").eval_dataset
     losses = []
     for row in rows:

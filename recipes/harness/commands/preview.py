@@ -271,7 +271,7 @@ def print_rows(preview: Preview) -> None:
         print_once(f"\n--- {title}")
         for image in row.get("images", []):
             width, height = size_of(image)
-            tokens = tokens_of_size(preview.trainer.processing_class, width, height)
+            tokens = len(tokens_of_size(preview.trainer.processing_class, width, height))
             print_once(f"image {image['path'] or 'of the dataset'}: {width:,} x {height:,} pixels, {tokens:,} tokens")
         painted = []
         for ids, labels in documents[:SHOWN_DOCUMENTS]:

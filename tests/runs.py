@@ -174,8 +174,8 @@ def load_saved(run: Path):
 
 def data_settings(name, formats=(), given=(), seed=0, output_dir="", max_steps=1, **settings):
     """What `load` of a recipe with these formats reads: a dataset, or a list of them."""
-    from harness.data.parsing import settings_of_data
     from harness.data.script_arguments import ScriptArguments
+    from harness.data.settings import settings_of_data
 
     script_args = ScriptArguments(dataset_name=[*map(str, name)] if isinstance(name, list) else str(name), **settings)
     training_args = SimpleNamespace(seed=seed, output_dir=str(output_dir), max_steps=max_steps)

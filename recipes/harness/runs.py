@@ -49,7 +49,7 @@ class Run:
     # What follows from the values of the arguments.
     given: frozenset[str] = frozenset()  # names of the arguments that the user passed
     settings: dict[str, Any] = field(default_factory=dict)  # the values of all arguments that are not defaults
-    data: Any = None  # which rows are read, a `harness.data.sources.DataSettings`
+    data: Any = None  # which rows are read, a `harness.data.settings.DataSettings`
     profile: bool = False
     repository: Any = None  # to which the model is uploaded, a `harness.run.publishing.Repository`
     # Of a run that trains.

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from harness.data.sources import DataSettings
+from harness.data.settings import DataSettings
 from harness.folder import write_json
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError
@@ -52,8 +52,10 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     write_json(folder / PLANNED, planned)
     tiny.use_model(training_args, model_args, folder)
 
-    small = data.hold_out_at_least(data.max_eval_samples).change_each(tiny.with_tiny_dataset)
-    return dataclasses.replace(small, max_eval_samples=min(data.max_eval_samples, 16))
+    sources = data.with_each(eval_rows_of_run=data.max_eval_samples).sources
+    return dataclasses.replace(
+        data, sources=tuple(map(tiny.with_tiny_dataset, sources)), max_eval_samples=min(data.max_eval_samples, 16)
+    )
 
 
 def config_file(name: str, revision: str) -> Path:

@@ -13,11 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from harness.data import chat_templates, reading  # noqa: E402
-from harness.data.checking import check_dataset  # noqa: E402
 from harness.data.loading import PREVIEWED_ROWS, REHEARSED_ROWS, load  # noqa: E402
-from harness.data.parsing import settings_of_data  # noqa: E402
 from harness.data.script_arguments import ScriptArguments  # noqa: E402
-from harness.data.sources import DataSettings  # noqa: E402
+from harness.data.settings import DataSettings, settings_of_data  # noqa: E402
 from harness.messages import UserError  # noqa: E402
 from harness.rehearsal import tiny  # noqa: E402
 
@@ -388,7 +386,7 @@ def settings_for(folder: Path, name: str, first_rows: int) -> DataSettings:
     settings = {key: value for key, value in (more[0] if more else {}).items() if key != "template"}
     script_args = ScriptArguments(dataset_name=f"{folder}/{path}".replace("{}", str(folder)), **settings)
     training_args = SimpleNamespace(seed=0, output_dir=str(folder / ".out"), max_steps=1)
-    return settings_of_data(script_args, training_args, formats).take(first_rows)
+    return settings_of_data(script_args, training_args, formats).with_each(first_rows=first_rows)
 
 
 def make(folder: Path, name: str) -> None:
@@ -412,16 +410,18 @@ def outcome(folder: Path, name: str, mode: str, tokenizer: object) -> tuple[str,
     """The error message, what was counted, and the rendered rows to train on, of a run, a preview or a rehearsal."""
     data = settings_for(folder, name, {"run": 0, "preview": PREVIEWED_ROWS, "rehearsal": REHEARSED_ROWS}[mode])
     if mode == "rehearsal":
-        data = data.hold_out_at_least(data.max_eval_samples)
-        data = data.change_each(lambda source: dataclasses.replace(source, cuts_texts=True))
+        data = data.with_each(eval_rows_of_run=data.max_eval_samples, cuts_texts=True)
         data = dataclasses.replace(data, max_eval_samples=16)
-    try:
-        reading.print_ignored_files(data.sources[0].name, None)
-        for place, row in check_dataset(data):
+
+    def check(rows):
+        for place, row in rows:
             if "messages" in row or isinstance(row.get("prompt"), list):
                 parts = chat_templates.split_answers(row) if data.split_conversations else [row]
                 chat_templates.check_rendering(tokenizer, "of this model", [(place, part) for part in parts], True)
-        train, test = load(data)
+
+    try:
+        reading.print_ignored_files(data.sources[0].name, None)
+        train, test = load(dataclasses.replace(data, check_conversations=check))
     except UserError as error:
         return str(error).replace(str(folder), ""), {}, []
     summary = json.loads((folder / ".out/data.json").read_text())

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 from harness.data import chat_templates, formats
 from harness.data.chat_templates import check_conversations, training_template
-from harness.data.sources import DataSettings
+from harness.data.settings import DataSettings
 from harness.rehearsal import tiny
 
 import pytest
 import trl
 from conftest import ROOT
 from runs import tiny_tokenizer
-from trl.chat_template_utils import has_generation_markers
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QUESTION = {"role": "user", "content": "Why is it so?"}
@@ -291,7 +290,9 @@ def test_keys_of_turns_that_a_template_ignores(tokenizer, capsys):
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
-    assert has_generation_markers(tokenizer.chat_template) and training_template(tokenizer) is None
+    template = training_template(tokenizer)
+    assert template == tokenizer.chat_template.removesuffix("\n")
+    assert "Because of that." in (marked := render(tokenizer, template, ONE_ANSWER)[1]) and "Why" not in marked
 
 
 def test_headings_template(tokenizer):
@@ -307,7 +308,7 @@ def test_headings_template(tokenizer):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model_name_or_path", "meta-llama/Llama-3.1-8B"], ["Llama-3.1-8B has no chat template", "headings.jinja"]),
+        (["--model_name_or_path", "meta-llama/Llama-3.1-8B"], ["has no chat template", "headings.jinja"]),
         (["--chat_template_path", "nowhere.jinja"], ["--chat_template_path", "not found: nowhere.jinja"]),
     ],
     ids=["base model", "missing file"],
@@ -325,8 +326,17 @@ def test_template_of_recipe_is_for_models_without_one(build_trainer):
     assert "im_start" in build_trainer("llama31_70b_qlora", *instruct).processing_class.chat_template
 
 
-def test_pairs_of_a_recipe_without_formats():
-    """Their columns are the trainer's, whether or not they have a prompt."""
+def test_rows_that_are_not_judged():
+    """Of recipes without dataset_formats: pairs without a prompt as messages, and contents that are lists of parts."""
     answer = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    for prompt in ({}, {"prompt": "Why?"}):
-        assert chat_templates.conversations_of({"chosen": answer, "rejected": answer, **prompt}) == []
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in answer]
+    rows = [{"chosen": answer, "rejected": answer, **prompt} for prompt in ({}, {"prompt": "Why?"})]
+    for row in (*rows, {"prompt": parts[:1], "chosen": parts[1:], "rejected": parts[1:]}, {"messages": parts}):
+        assert chat_templates.conversations_of(row) == []
+    assert chat_templates.conversations_of({"messages": answer}) == [{"messages": answer}]
+
+
+def test_completion_only_loss_needs_completions(error_of):
+    """Otherwise every token would count."""
+    args = SimpleNamespace(completion_only_loss=True)
+    assert "--completion_only_loss" in error_of(check_conversations, args, None, frozenset(), placed([{"text": "a"}]), "m")

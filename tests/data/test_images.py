@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 from harness.data.chat_templates import check_conversations, fit_template, training_template
-from harness.data.checking import check_dataset
 from harness.data.formats import examine, split_answers
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
 from harness.data.loading import load
-from harness.data.tokenization import load_processor, tokenize, tokens_of_images
+from harness.data.tokenization import load_processor, tokenize, tokens_of_conversation
 from harness.messages import exit_on_user_error
 from harness.rehearsal import tiny
 from harness.runs import Run
@@ -25,8 +24,8 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from runs import data_settings, tiny_tokenizer, write_rows
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, Qwen2VLImageProcessor
-from trl import ModelConfig, SFTConfig
+from transformers import AutoConfig, Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast, Qwen2VLImageProcessor
+from trl import GRPOConfig, ModelConfig, RLOOConfig, SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 pytest.importorskip("torchvision")
@@ -60,6 +59,7 @@ def processor():
 FORMS = {
     "parts": asked([PART, TEXT]) | {"images": ["photos/cat.png"]},
     "one image": asked([PART, TEXT]) | {"image": "photos/cat.png"},
+    "file of the column in the part": asked([PART | {"image": "./cat.png"}, TEXT]) | {"images": ["photos/cat.png"]},
     "in the part": asked([PART | {"image": "photos/cat.png"}, TEXT]),
     "LLaVA": {
         "conversations": [{"from": "human", "value": "<image>What is this?"}, {"from": "gpt", "value": "A cat."}],
@@ -81,20 +81,6 @@ def test_forms_of_own_rows(tmp_path, row, streaming):
     with_image = next(row for row in [*train, *held_out] if row["images"])
     assert with_image["messages"] == asked("<image>What is this?")["messages"]
     assert with_image["images"] == [{"bytes": None, "path": str(tmp_path / "photos/cat.png")}]
-
-
-def test_other_images_are_missing_when_a_run_resumes(tmp_path, error_of):
-    """As many as when it began: another order of rows, and other rows to evaluate on."""
-    rows = write_rows(tmp_path / "rows.jsonl", [asked([PART, TEXT]) | {"image": f"{number}.png"} for number in range(4)])
-    run = tmp_path / "run"
-    (run / "checkpoint-1").mkdir(parents=True)
-    data = data_settings(rows, ("images",), max_eval_samples=1, output_dir=run)
-    for number in range(3):
-        (tmp_path / f"{number}.png").write_bytes(picture())
-    for _ in range(2):
-        load(data)
-    (tmp_path / "0.png").rename(tmp_path / "3.png")
-    assert "because of an image" in error_of(load, data)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -159,7 +145,7 @@ def test_first_rows_without_an_image(tmp_path, capsys, error_of):
     (tmp_path / "cat.png").write_bytes(picture())
     capsys.readouterr()
     with mock.patch("harness.data.reading.SMALL", 0):
-        load(settings.take(40))
+        load(settings.with_each(first_rows=40))
     assert "none of the first rows has an image" in capsys.readouterr().out
 
 
@@ -191,17 +177,18 @@ def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
     assert sum(map(len, load(settings))) == 24
     (tmp_path / "0.png").unlink()
     assert sum(map(len, load(settings))) == 23
-    (tmp_path / "0.png").write_bytes(picture())
-    assert sum(map(len, load(settings))) == 24
     (tmp_path / "run/checkpoint-2").mkdir()
-    assert sum(map(len, load(settings, keep=lambda row: "Hi 3" not in str(row)))) == 23  # of an edited recipe
-    (tmp_path / "0.png").unlink()
-    assert "1 row cannot be used because of an image, and 0 when the run began" in error_of(load, settings)
+    assert sum(map(len, load(settings, keep=lambda row: "Hi 3" not in str(row)))) == 22  # of an edited recipe
+    (tmp_path / "1.png").rename(tmp_path / "0.png")  # as many are missing, but another one
+    assert "because of an image" in error_of(load, settings)
+    (tmp_path / "0.png").rename(tmp_path / "1.png")
+    (tmp_path / "2.png").unlink()
+    assert "because of an image" in error_of(load, settings)
 
 
 def test_images_of_which_none_is_there(tmp_path, error_of):
     file = write_rows(tmp_path / "rows.jsonl", [asked([PART, TEXT]) | {"images": ["photos/cat.png"]}] * 3)
-    message = error_of(check_dataset, data_settings(file, ("images",)))
+    message = error_of(load, data_settings(file, ("images",)))
     assert "photos/cat.png does not exist" in message and "column" not in message
 
 
@@ -212,13 +199,14 @@ def test_images_of_which_none_is_there(tmp_path, error_of):
         (asked([PART, PART, TEXT]) | {"images": [as_url(picture())]}, "1 image, and 2 places"),
         (asked([PART, TEXT]) | {"images": []}, "0 images, and 1 place for"),
         (asked([PART | {"image": "dog.png"}, TEXT]) | {"images": ["cat.png"]}, "1 image, the parts of its messages have 1"),
+        (asked([PART | {"image": "left/cat.png"}, TEXT]) | {"images": ["right/cat.png"]}, "they are not the same"),
         (asked([PART | {"image": "cat.png"}, TEXT]) | {"images": ["cat.png"] * 2}, "2 images, the parts of its messages have 1"),
         (
             {"messages": [{"role": "user", "content": "Draw"}, ANSWER | {"content": [PART]}], "images": ["cat.png"]},
             "an answer has",
         ),
     ],
-    ids=["address", "too few", "none", "other in a part", "more than parts", "in an answer"],
+    ids=["address", "too few", "none", "other in a part", "other folder in a part", "more than parts", "in an answer"],
 )
 def test_rows_that_are_refused(tmp_path, error_of, row, word):
     rows = write_rows(tmp_path / "rows.jsonl", [asked("Hi"), asked("Ho"), row])
@@ -234,7 +222,7 @@ def test_batches_are_those_of_trl(processor):
     theirs = []
     for row in rows:
         row["images"] = [{"bytes": image, "path": None} for image in row["images"]]
-        mine.append(tokens_of_images(row, processor, template) | {"images": row["images"]})
+        mine.append(tokens_of_conversation(row, processor, template, False) | {"images": row["images"]})
         theirs.append({"messages": as_parts(row["messages"]), "images": list(map(decode, row["images"]))})
     batch = ImageCollator(processor)(mine)
     of_trl = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True, chat_template=template)(theirs)
@@ -249,7 +237,7 @@ def test_mark_in_an_answer_is_a_text(processor):
     row["messages"][1] = ANSWER | {"content": "Use the `<image>` tag"}
     converted, _ = examine(row, "images")
     assert converted["messages"][0]["content"] == "<image>Look"
-    labels = tokens_of_images(converted, processor, training_template(processor.tokenizer))["labels"]
+    labels = tokens_of_conversation(converted, processor, training_template(processor.tokenizer), False)["labels"]
     assert "Use the `<image>` tag" in processor.decode([label for label in labels if label >= 0])
     assert len(split_answers(converted)[0]["images"]) == 1
 
@@ -262,7 +250,7 @@ def test_pixels_are_limited(processor):
     for (width, height), (least, most) in sizes.items():
         rows, columns = limited.image_processor(Image.new("RGB", (width, height)), return_tensors="pt")["image_grid_thw"][0][1:]
         assert least <= rows * columns * 16 * 16 <= most
-    assert len(tokens_of_size(processor, 4000, 3000)) <= 4 < len(tokens_of_size(processor, 64, 64)) + 1
+    assert tokens_of_size(processor, 4000, 3000) <= 4 == tokens_of_size(processor, 64, 64)
 
 
 def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of):
@@ -276,8 +264,6 @@ def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of):
     assert all(len(row["images"]) == 1 for row in tokens)
     message = error_of(tokenize, dataset, None, processor, SFTConfig(str(tmp_path), max_length=8, **settings), Run("recipe.py"))
     assert "--max_length" in message
-    packed = SFTConfig(str(tmp_path), max_length=60, packing=True, **settings)
-    assert error_of(tokenize, dataset, None, processor, packed, Run("recipe.py")).startswith("--packing: ")
 
 
 def test_photo_held_sideways_is_upright():
@@ -305,24 +291,58 @@ def test_transparent_is_white(mode, colour, options):
     assert decode({"bytes": made.getvalue(), "path": None}).getpixel((1, 1)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize("drops", [True, False], ids=["template without images", "token in a text"])
-def test_other_number_of_tokens_than_images(processor, error_of, drops):
+TEXTS = "{% for message in messages %}{% generation %}{{ message.content[-1].text }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "template"),
+    [("<image>What?", TEXTS), ("<image>What is <|image_pad|>?", None), ("<image>What is <|video_pad|>?", None)],
+    ids=["template without images", "image in a text", "video in a text"],
+)
+def test_tokens_of_an_image_or_video_that_is_none(processor, error_of, text, template):
     """Else the model would fail in the middle of a run."""
-    image = {"bytes": picture(), "path": None}
-    texts = "{% for message in messages %}{% generation %}{{ message.content[-1].text }}{% endgeneration %}{% endfor %}"
-    template = texts if drops else training_template(processor.tokenizer)
-    row = asked("<image>What is this?" if drops else "<image>What is <|image_pad|>?") | {"images": [image]}
-    message = error_of(tokens_of_images, row, processor, template)
-    assert f"<|image_pad|> {0 if drops else 2} times for 1 image in" in message and "What is" in message
+    row = asked(text) | {"images": [{"bytes": picture(), "path": None}]}
+    message = error_of(tokens_of_conversation, row, processor, template or training_template(processor.tokenizer), False)
+    assert "_pad|> tokens" in message and "What" in message
 
 
-def test_limit_without_effect_is_refused(processor, tmp_path, error_of):
-    """A size of 980 is a length, the smallest limit that can be passed an area."""
-    settings = SimpleNamespace(max_pixels=5000), ModelConfig(str(tmp_path)), SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+def test_line_breaks_around_images_are_those_of_the_processor():
+    """Gemma writes line breaks around an image, which are one token with those of the text."""
+    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    backend = tiny_tokenizer("meta-llama/Llama-3.1-8B").backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end_of_text|>", extra_special_tokens=names)
+    tokenizer.add_tokens(["\n\n", "\n\n\n", "\n\n\n\n"])
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + '\n' }}{% for part in message.content %}"
+        "{{ '<start_of_image>' if part.type == 'image' else part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+        "{{ 'assistant\n' if add_generation_prompt }}"
+    )
+    images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    processor = Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
+    row = asked("<image>\nCompare<image> these") | {"images": [{"bytes": picture(), "path": None}] * 2}
+    tokens = tokens_of_conversation(row, processor, training_template(tokenizer), False)
+    turns = as_parts(row["messages"])
+    for part in turns[0]["content"]:
+        part |= {"image": decode(row["images"][0])} if part["type"] == "image" else {}
+    expected = processor.apply_chat_template(turns, tokenize=True, processor_kwargs={"add_special_tokens": False})[0]
+    assert tokens["input_ids"] == expected
+    assert tokenizer.decode([label for label in tokens["labels"] if label >= 0]) == f"A cat.{tokenizer.eos_token}"
+    whole = tokens_of_conversation(row, processor, None, False)
+    assert whole["labels"].count(-100) == 8 and whole["input_ids"] == tokens["input_ids"]
+
+
+def test_load_processor(processor, tmp_path, error_of):
+    """A size of 980 is a length, the smallest limit that can be passed an area. TRL pads prompts on the left."""
+    model_args, options = ModelConfig(str(tmp_path)), {"use_cpu": True, "bf16": False}
+    settings = SimpleNamespace(max_pixels=5000), model_args, SFTConfig(str(tmp_path), **options)
     run = Run("recipe.py", given=frozenset(["max_pixels"]))
     saved = copy.deepcopy(processor)
     saved.save_pretrained(tmp_path)
-    assert load_processor(*settings, run).image_processor.size["longest_edge"] == 64 * 64
+    found = load_processor(*settings, run)
+    assert found.image_processor.size["longest_edge"] == 64 * 64 and found.tokenizer.padding_side == "right"
+    for config_class in (GRPOConfig, RLOOConfig):
+        found = load_processor(settings[0], model_args, config_class(str(tmp_path), **options), run)
+        assert found.tokenizer.padding_side == "left"
     saved.image_processor.size = {"shortest_edge": 378, "longest_edge": 980}
     saved.save_pretrained(tmp_path)
     assert error_of(load_processor, *settings, run).startswith("--max_pixels: ")

@@ -6,11 +6,10 @@ import socket
 from dataclasses import replace
 
 from harness.data import loading, reading, text_rows
-from harness.data.checking import check_dataset
 from harness.data.loading import load
-from harness.data.parsing import settings_of_data
 from harness.data.reading import print_ignored_files
 from harness.data.script_arguments import ScriptArguments
+from harness.data.settings import settings_of_data
 
 import datasets
 import pandas
@@ -25,7 +24,7 @@ QUESTION = {"role": "user", "content": "Why?"}
 
 
 def check(name, *formats, **settings):
-    return check_dataset(data_settings(name, *formats, **settings))
+    return load(data_settings(name, *formats, **settings))
 
 
 def texts(count, start=0):
@@ -80,7 +79,6 @@ def test_one_file(tmp_path, capsys, suffix, streaming):
     else:
         getattr(rows, f"to_{suffix.removesuffix('l')}")(str(path))
     data = data_settings(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
-    assert check_dataset(data)[0][1] == {"text": "text 0"}
     train, test = load(data)
     assert {row["text"] for row in train} | set(test["text"]) == set(rows["text"]) and len(test) == 3
     assert len(list(train)) == 37
@@ -285,13 +283,11 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     [
         ({}, ["needs texts", "columns instruction, input, output", "--dataset_text_field"]),
         ({"formats": ("messages", "prompt_completion")}, ["columns text, id", "`messages` with role and content"]),
-        ({"dataset_train_split": "trian"}, ["has the split train, none called trian", "--dataset_train_split"]),
-        ({"dataset_test_split": "tset", "given": ["dataset_test_split"]}, ["--dataset_test_split", "none called tset"]),
-        ({"dataset_test_split": "train"}, ["--dataset_test_split", "two different splits"]),
+        ({"dataset_train_split": "trian"}, ["--dataset_train_split trian", "has the splits train"]),
+        ({"dataset_test_split": "tset", "given": ["dataset_test_split"]}, ["--dataset_test_split tset", "has the splits train"]),
+        ({"dataset_test_split": "train"}, ["--dataset_test_split train"]),
         ({"dataset_config": "fr"}, ["fr"]),
-        ({"max_samples": 0}, ["--max_samples is 0"]),
-        ({"dataset_train_split": "train[:5%]"}, ["--dataset_train_split", "--max_samples"]),
-        ({"dataset_test_split": "test+train"}, ["--dataset_test_split"]),
+        ({"dataset_train_split": "train[:5%]"}, ["--dataset_train_split train[:5%]"]),
     ],
     ids=[
         "column",
@@ -300,17 +296,14 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
         "evaluation split",
         "one split for both",
         "config",
-        "no sample",
         "slice",
-        "two splits",
     ],
 )
 def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
     write_rows(tmp_path / "d/train.jsonl", texts(1) if "formats" in settings else [TASK] * 20)
     (tmp_path / "d/README.md").write_text("---\nconfigs:\n- {config_name: de, data_files: train.jsonl}\n---\n")
     message = error_of(check, tmp_path / "d", **{"formats": ("text",)} | settings)
-    is_about_flags = "max_samples" in settings or "two different splits" in words or "no split" in message
-    assert str(tmp_path / "d") in message or is_about_flags
+    assert str(tmp_path / "d") in message
     for word in words:
         assert word in message
 
@@ -365,7 +358,7 @@ def test_column_map(tmp_path, error_of):
     train, _ = load(data_settings(path, ("messages",), column_map=mapping))
     assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     for mapping, words in (
-        ('{"no": "prompt"}', "has no column no, it has question, answer, id"),
+        ('{"no": "prompt"}', "--column_map"),
         (
             '{"question": "promt"}',
             "has the columns answer, id, promt: its first rows cannot be used",

@@ -99,7 +99,7 @@ class PreviewedRecipe(StartedRecipe):
         from harness.run.prompts import SeenRows
         from harness.start import preparing
 
-        run = dataclasses.replace(self.run, data=self.run.data.take(PREVIEWED_ROWS), seen=SeenRows())
+        run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS), seen=SeenRows())
         preparing.check_all_arguments(run, arguments)
         preparing.set_model_options(run, arguments)
         preparing.check_model_and_dataset(run, arguments, with_weights=False)
@@ -271,7 +271,7 @@ def print_rows(preview: Preview) -> None:
         print_once(f"\n--- {title}")
         for image in row.get("images", []):
             width, height = size_of(image)
-            tokens = len(tokens_of_size(preview.trainer.processing_class, width, height))
+            tokens = tokens_of_size(preview.trainer.processing_class, width, height)
             print_once(f"image {image['path'] or 'of the dataset'}: {width:,} x {height:,} pixels, {tokens:,} tokens")
         painted = []
         for ids, labels in documents[:SHOWN_DOCUMENTS]:

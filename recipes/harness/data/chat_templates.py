@@ -27,7 +27,7 @@ from harness.data.formats import (
     with_text_arguments,
 )
 from harness.data.images import IMAGE, as_parts
-from harness.data.sources import DataSettings
+from harness.data.settings import DataSettings
 from harness.data.turns import REASONING, THOUGHT, without
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
@@ -64,8 +64,8 @@ ONE_ANSWER = [QUESTION, ANSWER]
 TWO_ANSWERS = [QUESTION, ANSWER, QUESTION, ANSWER]
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A template that renders the same text as the tokenizer's own and marks the answers; None if its own marks them.
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A template that renders the same text as the tokenizer's own and marks the answers: its own one, if that marks them.
 
     Raises ValueError if there is none. A template that is right for one answer only raises TemplateError when it meets a
     conversation that it would render differently.
@@ -73,7 +73,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     templates = templates_of(tokenizer)
     number_of_marked = sum(map(has_generation_markers, templates))
     if number_of_marked == len(templates):
-        return get_training_chat_template(tokenizer)
+        return own_template(tokenizer)
     if number_of_marked:
         raise ValueError("of its two chat templates only one marks the answers")
     marked = MARKED.replace("\n", "") % (own_template(tokenizer), REASON, REASON)
@@ -203,6 +203,12 @@ def check_conversations(
 
     `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
     """
+    without = next((place for place, row in rows if "completion" not in row), None)
+    if getattr(training_args, "completion_only_loss", None) and without:
+        raise UserError(
+            f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave "
+            "out the flag; for conversations pass --assistant_only_loss true"
+        )
     is_read_by_trainer = hasattr(training_args, "chat_template_path") or any("chosen" in row for _, row in rows)
     conversations: list[PlacedRow] = []
     for place, row in rows:
@@ -267,7 +273,7 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> st
     marked = "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but"
     if not assistant_only_loss:
         return f"{marked} without this flag every turn counts: pass --assistant_only_loss true"
-    if template is None or "message['train']" not in template:
+    if "message['train']" not in (template or ""):
         return (
             f"{marked} the chat template marks the answers itself: delete {{% generation %}} and {{% endgeneration %}} in a copy "
             "of it, and pass that with --chat_template_path"
@@ -275,10 +281,8 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> st
     return ""
 
 
-def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str | None, rows: list[PlacedRow]) -> PlacedRow | None:
+def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[PlacedRow]) -> PlacedRow | None:
     """The first row whose answers the template of `training_template`, "" if there is none, cannot mark."""
-    if template is None:
-        return None
     for (place, row), (_, fitted) in zip(fit_calls(tokenizer, rows, template), fit_calls(tokenizer, rows), strict=True):
         if not template or _text_of_row(tokenizer, row, template) != _text_of_row(tokenizer, fitted):
             return place, row
@@ -515,13 +519,23 @@ def _replace_texts(row: dict) -> None:
 
 
 def conversations_of(row: dict) -> list[dict]:
-    """The conversations in a converted row, as rows with `messages`, or with `prompt` and `completion`."""
+    """The conversations in a row, as rows with `messages`, or with `prompt` and `completion`.
+
+    Those whose contents are no texts are left out: of recipes without dataset_formats, in a form that cannot be judged here.
+    """
+    found = [row]
     if "chosen" in row:
-        if not isinstance(row.get("prompt"), list):  # not converted: a recipe without dataset_formats, such as a reward model's
-            return []
         others = without(row, "chosen", "rejected")
-        return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
-    return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
+        found = [others | {"completion": row[name]} for name in ("chosen", "rejected")]
+    return [conversation for conversation in found if has_readable_turns(conversation)]
+
+
+def has_readable_turns(row: dict) -> bool:
+    if not isinstance(row.get("messages"), list) and not (
+        isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
+    ):
+        return False
+    return all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns_of(row))
 
 
 def load_bare_tokenizer(model_args: ModelConfig, reads_images: bool = False) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.data import formats, images
 from harness.data.reading import absolute_name
-from harness.data.sources import DataSettings, Source
+from harness.data.settings import DataSettings, Source
 from harness.data.turns import RefusedRow, is_nothing, without
 from harness.messages import UserError
 
@@ -221,7 +221,7 @@ def find_conversion(
     for _, row in first:
         names |= dict.fromkeys(row)
     columns = list(names)
-    column_map = find_column_map(data, source, columns)
+    column_map = {old: new for old, new in (data.column_map or {}).items() if old in columns} or None
     structs = tuple(column for column, kind in (features or {}).items() if has_struct(kind))
     if not data.formats:
         return Conversion("", data.text_field, column_map, structs), FirstRows(columns, [], first)
@@ -266,16 +266,6 @@ def check_flags_of_conversations(data: DataSettings, source: Source, format: str
         raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
     if data.template_arguments and format not in formats.CONVERSATIONS:
         raise UserError(f"--chat_template_kwargs is for conversations, but {name} has none: leave out the flag")
-
-
-def find_column_map(data: DataSettings, source: Source, columns: list[str]) -> dict[str, str] | None:
-    """--column_map for a dataset with these columns. Raises UserError if the dataset lacks one of them."""
-    if data.column_map and data.is_mixture:  # each dataset of a mixture has some of these columns
-        return {old: new for old, new in data.column_map.items() if old in columns} or None
-    for old in data.column_map or {}:
-        if old not in columns:
-            raise UserError(f"--column_map: {source.display_name} has no column {old}, it has {', '.join(columns)}")
-    return data.column_map
 
 
 def explain_no_format(data: DataSettings, source: Source, first: list[dict]) -> str:

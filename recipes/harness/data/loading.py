@@ -40,8 +40,7 @@ from harness.data.held_out import hold_out, hold_out_of_stream
 from harness.data.images import OF_IMAGE
 from harness.data.mixture import mix, share
 from harness.data.reading import TextFiles, make_once
-from harness.data.sources import DataSettings, Source
-from harness.data.splits import evaluation_split, number_of_rows
+from harness.data.settings import DataSettings, Source, evaluation_split
 from harness.data.stream_rows import shuffle
 from harness.data.summary import DUPLICATE, add_summaries, print_splits, print_summary, summarize
 from harness.folder import DATA, has_trained, read_json, write_json
@@ -102,12 +101,16 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
     if not data.sources:
         raise UserError("--dataset_name is missing: pass a Hub ID, a folder or a file")
     opened = [open_source(data, source, keep) for source in data.sources]
+    if missing := set(data.column_map or {}).difference(*(one.first.columns for one in opened)):
+        raise UserError(f"--column_map: no dataset has a column {min(missing)}")
     check_same_kind(opened)
     check_has_images(opened)
     if data.check_conversations and is_first_process():
-        for one in opened:  # of small files, and of the first rows of streams, this was checked before the run
-            if isinstance(one.rows, Dataset) and one.conversion.format and not reading.is_small(one.source.name):
-                data.check_conversations(one_of_every_kind(one.rows))
+        examples = []
+        for one in opened:
+            has_all = isinstance(one.rows, Dataset) and one.conversion.format
+            examples += one_of_every_kind(one.rows) if has_all else one.first.converted
+        data.check_conversations(examples)
     held_out = [choose_held_out(data, one) for one in opened]
     digests = set()
     for _, of_rows in held_out:
@@ -204,7 +207,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
         )
     eval_rows = None
     if test_rows is not None:
-        count = data.most_eval_rows(source)
+        count = source.eval_rows_of_run or data.max_eval_samples
         searched = itertools.islice(placed(test_rows, source, test), MOST_SKIPPED + count)
         eval_rows = [row for _, row in itertools.islice(usable_rows(searched, conversion), count)]
         if not eval_rows:
@@ -270,6 +273,14 @@ def placed(rows: Rows, source: Source, split: str) -> Iterator[PlacedRow]:
     with hub_errors("dataset", source.display_name):
         for number, row in enumerate(rows, 1):
             yield f"{source.display_name}, row {number} of {split}", row
+
+
+def number_of_rows(rows: Any, split: str) -> int | None:
+    """The rows of a split, None if it does not say."""
+    if isinstance(rows, Dataset):
+        return len(rows)
+    info = (rows.info.splits or {}).get(split) if isinstance(rows, IterableDataset) else None
+    return getattr(info, "num_examples", None)
 
 
 def rename_columns(rows: Rows, conversion: Conversion, streaming: bool) -> Dataset | IterableDataset:
@@ -419,7 +430,7 @@ def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[s
     """Without a split for evaluation, the rows that are held out of the training split, converted, and their checksums."""
     if one.eval_rows is not None:
         return [], []
-    count = data.most_eval_rows(one.source)
+    count = one.source.eval_rows_of_run or data.max_eval_samples
     if isinstance(one.rows, Dataset):
         rows = list(one.rows.select(hold_out(indices_of_usable(one.facts), one.facts[DIGEST], count, one.name)))
     else:

@@ -8,7 +8,7 @@ only as documents that do not see each other.
 
 import math
 
-from harness.data.sources import DataSettings
+from harness.data.settings import DataSettings
 from harness.data.stream_rows import mix_streams
 from harness.messages import UserError
 

@@ -332,12 +332,6 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     return {"train": unnamed} | splits if unnamed else splits, kind, ignored
 
 
-def is_text(name: str, config: str | None) -> bool:
-    """Whether a dataset consists of text files on this machine. Raises UserError if it cannot be read."""
-    check_exists(name)
-    return _has_files(name) and choose_files(name, config)[1] == "text"
-
-
 def _has_files(name: str) -> bool:
     """Whether a dataset is files on this machine; not on the Hub, nor written by `save_to_disk`."""
     paths = _local_paths(name)

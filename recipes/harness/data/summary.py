@@ -5,7 +5,7 @@ from typing import Any
 
 from harness.data.conversion import REASON
 from harness.data.reading import files_of_splits
-from harness.data.sources import Source
+from harness.data.settings import Source
 from harness.messages import plural, print_once
 
 SHOWN_REASONS = 12

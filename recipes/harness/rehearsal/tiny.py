@@ -23,7 +23,7 @@ from typing import Any
 from harness.data.conversion import MAX_LETTERS
 from harness.data.images import limit_pixels
 from harness.data.loading import REHEARSED_ROWS
-from harness.data.sources import DataSettings, Source
+from harness.data.settings import DataSettings, Source
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError, print_once
 
@@ -113,7 +113,7 @@ def use_replacements(data: DataSettings, training_args: TrainingArguments, model
         training_args.teacher_model_revision = None
     if model_args.model_name_or_path:
         use_model(training_args, model_args, tiny_model_folder(model_args))
-    return data.change_each(with_tiny_dataset)
+    return dataclasses.replace(data, sources=tuple(map(with_tiny_dataset, data.sources)))
 
 
 def use_model(training_args: TrainingArguments, model_args: ModelConfig, name: str | Path, revision: str = "main") -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from harness.batches import length_of_rows, rows_of_step
 from harness.configs import AccelerateConfig, read_yaml
 from harness.data import reading
-from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
+from harness.data.settings import settings_of_data, sources_of
 from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
@@ -114,7 +114,7 @@ def make_arguments(
         set_generations(training_args, processes, follows_step)
     data = settings_of_data(script_args, training_args, dataset_formats, run.given)
     if run.tiny and "max_eval_samples" not in run.given:
-        data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
+        data = data.with_each(eval_rows_of_run=recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
     run = dataclasses.replace(
         run,
         settings=settings_of(values, tuple(map(type, arguments))),

@@ -32,7 +32,8 @@ NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
 def check_numbers(run: Run, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for a number with which a run would train nothing, or something else. NaN is refused too."""
     least = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"), 1)
-    least |= {"global_batch_size": 1, "max_tokens": 1, "max_pixels": AREA, "learning_rate": sys.float_info.min}
+    least |= dict.fromkeys(("global_batch_size", "max_tokens", "max_samples", "max_eval_samples"), 1)
+    least |= {"max_pixels": AREA, "learning_rate": sys.float_info.min}
     if training_args.max_steps <= 0 or "num_train_epochs" in run.given:
         least["num_train_epochs"] = sys.float_info.min
     if training_args.max_steps < 1 and training_args.max_steps != -1:  # transformers would train for --num_train_epochs

@@ -10,9 +10,8 @@ from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import set_date_of_chat_templates, use_no_gpu_kernels
 from harness.compat.trl import generate_in_evaluation_mode, keep_activation_checkpointing
 from harness.data import chat_templates, reading
-from harness.data.checking import check_dataset
 from harness.hub import check_model_exists
-from harness.messages import UserError, print_once
+from harness.messages import print_once
 from harness.model.loading import (
     build_adapter_on_meta,
     check_architecture,
@@ -56,7 +55,7 @@ def set_model_options(run: Run, arguments: Arguments) -> None:
 
 
 def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool = True) -> None:
-    """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
+    """Raises UserError unless the model (the tiny one of a rehearsal) can be opened and trained. `load` checks the dataset."""
     _, training_args, model_args = arguments
     data = run.data
     for source in data.sources:
@@ -73,7 +72,7 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
             check_architecture(training_args, model_args, display_name)
         tiny.make_models(training_args, model_args)
         training_args, model_args = copy.copy(training_args), copy.copy(model_args)
-        data = tiny.use_replacements(data, training_args, model_args)
+        tiny.use_replacements(data, training_args, model_args)
     else:
         if HF_HUB_OFFLINE:
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
@@ -82,21 +81,10 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
         if teacher:
             check_teacher(training_args, model_args)
     if not display_name:  # the recipe makes its model itself
-        check_dataset(data)
         return
     check_packing(training_args, model_args, display_name, can_use_kernels=not (run.on_cpu and run.trains))
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
-    rows = check_dataset(data)
-    only_completions = bool(data.formats) and getattr(training_args, "completion_only_loss", None)
-    without = next((place for place, row in rows if "completion" not in row), None)
-    if only_completions and without:
-        raise UserError(
-            f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave "
-            "out the flag; for conversations pass --assistant_only_loss true"
-        )
-    splits = data.split_conversations
-    chat_templates.check_conversations(training_args, model_args, run.given, rows, display_name, splits)
     if with_weights and not run.tiny:
         check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
         if teacher:

@@ -104,6 +104,8 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("qwen2", {}, {}, OLD_GPU, None),
         ("qwen2", {}, {"packing": False}, GPU, "flash_attention_2"),
         ("qwen2", {}, {"packing_strategy": "wrapped"}, CPU, None),
+        ("qwen2", {}, {"activation_checkpointing_kwargs": {"selective": True}}, GPU, "flash_attention_2"),
+        ("qwen2", {}, {"activation_checkpointing_kwargs": {"selective": True}}, CPU, None),
         ("qwen2", {}, {"packing": False, "padding_free": True, "max_length": None}, CPU, "varlen"),
         ("qwen2", {}, {"bf16": False}, GPU, None),
         ("qwen2", {}, {"bf16": False}, CPU, "varlen"),

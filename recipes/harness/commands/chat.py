@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer, read_prompt
-from harness.data.images import IMAGE, ImageCollator, as_parts, find_file, with_image_tokens
+from harness.data.images import IMAGE, ImageCollator, encode_turns, find_file
 from harness.data.turns import SkippedRow, read_tools
 from harness.folder import CONVERSATIONS
 from harness.messages import UserError, exit_on_user_error, print_once, printable
@@ -71,9 +71,7 @@ def encode_with_images(processor: Any, turns: list[dict], images: list[dict], op
     """What `generate` needs of a conversation whose first question has images."""
     from transformers import BatchFeature
 
-    tokenizer = processor.tokenizer
-    ids = tokenizer.apply_chat_template(as_parts(turns), add_generation_prompt=True, return_dict=True, **options)["input_ids"]
-    ids = with_image_tokens({"input_ids": ids, "labels": ids}, images, processor)["input_ids"]
+    ids = encode_turns(processor, turns, images, add_generation_prompt=True, **options)["input_ids"]
     return BatchFeature(ImageCollator(processor).for_prompts([ids], [images]))
 
 

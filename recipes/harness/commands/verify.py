@@ -22,7 +22,7 @@ from harness.commands.documents import documents_of
 from harness.commands.gguf import check_vocabulary, is_quantized, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
-from harness.data.images import ImageCollator, as_parts, count_marks, with_image_tokens
+from harness.data.images import ImageCollator, count_marks, encode_turns
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
@@ -196,31 +196,36 @@ def check_prompts(model: Path, held_out: HeldOut, load_tokenizer: Callable[[], A
         return []
     set_date_of_chat_templates(date_of(held_out.results))
     tokenizer, equal = load_tokenizer(), []
+    processor = load_saved_processor(model) if "images" in held_out.conversations[0] else None
     for row in held_out.conversations:
         turns = row.get("messages") or row["prompt"] + row["completion"]
         # Not earlier answers of --split_conversations: templates drop their reasoning.
         for number in range(len(row.get("prompt", [0])), len(turns)):
             if turns[number]["role"] == "assistant" and turns[number].get("train") is not False:
-                asked = as_parts(turns[:number]) if "images" in row else turns[:number]
-                tokens = render(tokenizer, asked, row.get("tools"), row.get("chat_template_kwargs") or {})
-                if row.get("images"):
-                    labels = {"input_ids": tokens, "labels": tokens}
-                    images = row["images"][: count_marks(turns[:number])]  # those of later turns are not in this prompt
-                    tokens = with_image_tokens(labels, images, load_saved_processor(model))["input_ids"]
+                tokens = render(tokenizer, processor, row, turns[:number])
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
     counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
     result = "ok" if all(equal) else "FAILED"
     return [Check(str(model), "prompts with the trained tokens", *counts, "equal", result)] if equal else []
 
 
-def render(tokenizer: Any, turns: list[dict], tools: Any, options: dict) -> list[int]:
-    """The tokens of a prompt, [] if the tokenizer has no chat template that can render it."""
+def render(tokenizer: Any, processor: Any, row: dict, turns: list[dict]) -> list[int]:
+    """The tokens of the first turns of a row, as a prompt; [] if the tokenizer has no chat template that can render it.
+
+    `processor`: of rows with images.
+    """
     from harness.data.chat_templates import fit_calls
 
+    tools = row.get("tools")
+    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
     try:
-        ((_, row),) = fit_calls(tokenizer, [("", {"messages": without_none(turns)})])
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        return tokenizer.apply_chat_template(row["messages"], tools=tools, add_generation_prompt=True, **options)["input_ids"]
+        ((_, fitted),) = fit_calls(tokenizer, [("", {"messages": without_none(turns)})])
+        if processor:
+            images = row["images"][: count_marks(turns)]  # those of later turns are not in this prompt
+            return encode_turns(processor, fitted["messages"], images, add_generation_prompt=True, **options)["input_ids"]
+        return tokenizer.apply_chat_template(fitted["messages"], add_generation_prompt=True, **options)["input_ids"]
+    except UserError:
+        raise
     except Exception:  # a template is a program: it can fail in any way
         return []
 

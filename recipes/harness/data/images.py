@@ -70,14 +70,18 @@ def read_row(row: dict, of_parts: list) -> list[dict]:
     """The images of a row, in its column or in the parts of its messages. Raises RefusedRow if these differ."""
     of_column = read_images(row.get("images")) or read_images(row.get("image"))
     in_parts = read_images(of_parts)
-    if of_column and in_parts:
-        names = [[Path(image["path"] or "").name for image in images] for images in (of_column, in_parts)]
-        if len(of_column) != len(in_parts) or any(one != other for one, other in zip(*names, strict=True) if one and other):
-            raise RefusedRow(
-                f"its column has {plural(len(of_column), 'image')}, the parts of its messages have {len(in_parts)}, and they are "
-                "not the same: delete the ones or the others"
-            )
+    if of_column and in_parts and (len(of_column) != len(in_parts) or not all(map(_may_be_the_same, of_column, in_parts))):
+        raise RefusedRow(
+            f"its column has {plural(len(of_column), 'image')}, the parts of its messages have {len(in_parts)}, and they are "
+            "not the same: delete the ones or the others"
+        )
     return of_column or in_parts
+
+
+def _may_be_the_same(one: dict, other: dict) -> bool:
+    """False for two paths with different ends: one can be relative to a folder of the other."""
+    ends = [reversed(Path(image["path"] or "").parts) for image in (one, other)]
+    return all(name == other_name for name, other_name in zip(*ends, strict=False))
 
 
 def read_images(value: Any) -> list[dict]:
@@ -242,35 +246,31 @@ def as_parts(turns: list[dict]) -> list[dict]:
     return changed
 
 
-def with_image_tokens(tokens: dict[str, list[int]], images: list[dict], processor: Any) -> dict[str, list[int]]:
-    """Tokens and labels of a row with all tokens of each image, where its chat template has written one. None of them counts.
+def encode_turns(processor: Any, turns: list[dict], images: list[dict], **options: Any) -> dict[str, list[int]]:
+    """What the processor makes of a conversation with IMAGE for each of its images: `input_ids`, and `assistant_masks` if asked.
 
-    Raises UserError unless the template has written as many as there are images.
+    `options`: of `apply_chat_template`. Raises ValueError if there are not as many places as images.
     """
-    mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-    places = tokens["input_ids"].count(mark)
-    if places != len(images):
-        start = processor.tokenizer.decode(tokens["input_ids"][:100])
-        raise UserError(
-            f"the chat template writes {processor.image_token} {plural(places, 'time')} for {plural(len(images), 'image')} in "
-            f"the conversation {start!r}: remove {processor.image_token} from its texts, or pass another template with "
-            "--chat_template_path"
-        )
+    from harness.compat.transformers import without_pixels  # which imports torch
+
     left = iter(images)
-    ids = []
-    labels = []
-    for token, label in zip(tokens["input_ids"], tokens["labels"], strict=True):
-        of_image = tokens_of_size(processor, *size_of(next(left))) if token == mark else None
-        ids += [token] if of_image is None else of_image
-        labels += [label] if of_image is None else [IGNORED] * len(of_image)
-    return {"input_ids": ids, "labels": labels}
+    turns = as_parts(turns)
+    for turn in turns:
+        for part in turn["content"]:
+            if part["type"] == "image":
+                part["image"] = PIL.Image.new("RGB", size_of(next(left)))
+    found = without_pixels(processor).apply_chat_template(
+        turns, tokenize=True, return_dict=True, return_tensors=None, processor_kwargs={"add_special_tokens": False}, **options
+    )
+    return {name: found[name][0] for name in ("input_ids", "assistant_masks") if name in found}
 
 
 @functools.lru_cache(4096)
-def tokens_of_size(processor: Any, width: int, height: int) -> list[int]:
-    """The tokens of an image of this size. Its pixels do not matter."""
-    image = PIL.Image.new("RGB", (width, height))
-    return processor(text=[processor.image_token], images=[[image]], add_special_tokens=False)["input_ids"][0]
+def tokens_of_size(processor: Any, width: int, height: int) -> int:
+    """How many of its tokens are those of an image of this size."""
+    part = {"type": "image", "image": PIL.Image.new("RGB", (width, height))}
+    ids = processor.apply_chat_template([{"role": "user", "content": [part]}], tokenize=True)[0]
+    return sum(token in processor.image_token_ids for token in ids)
 
 
 class ImageCollator:
@@ -309,7 +309,7 @@ class ImageCollator:
             left = sum(token in self.processor.image_token_ids for token in prompt)
             kept = []
             for image in of_row:
-                left -= sum(token in self.processor.image_token_ids for token in tokens_of_size(self.processor, *size_of(image)))
+                left -= tokens_of_size(self.processor, *size_of(image))
                 kept += [image] if left >= 0 else []
             rows.append({"input_ids": prompt, "labels": prompt, "images": kept})
         batch = self(rows)

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.batches import IGNORED, is_packed
 from harness.data import images
-from harness.data.chat_templates import load_bare_tokenizer, options_of, show_turns, training_template
+from harness.data.chat_templates import load_bare_tokenizer, options_of, own_template, show_turns, training_template
 from harness.data.streams import documents_per_batch
 from harness.messages import UserError, print_once
 from harness.runs import Run
@@ -74,6 +74,8 @@ def load_processor(script_args: Any, model_args: ModelConfig, training_args: Tra
         ) from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"--model_name_or_path: {name} reads no images: pass a model that does, or use a recipe for texts")
+    if hasattr(training_args, "max_completion_length"):
+        tokenizer.padding_side = "left"  # as TRL pads the prompts that it generates from, and their `mm_token_type_ids`
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template
     if not images.limit_pixels(processor, script_args.max_pixels) and "max_pixels" in run.given:
@@ -156,12 +158,8 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     elif has_turns(first):
         template = template_of_answers(tokenizer) if args.assistant_only_loss else None
         only_completions = "prompt" in first if args.completion_only_loss is None else args.completion_only_loss
-        values = {"tokenizer": tokenizer, "template": template, "only_completions": only_completions}
-        settings = {"function": tokens_of_conversation, "fn_kwargs": values}
-        if IMAGES in first:
-            if is_packed(args):
-                raise UserError("--packing: rows with images are not packed: pass --packing false")
-            settings = {"function": tokens_of_images, "fn_kwargs": {"processor": processor, "template": template}}
+        values = {"processor": processor if IMAGES in first else tokenizer, "template": template}
+        settings = {"function": tokens_of_conversation, "fn_kwargs": values | {"only_completions": only_completions}}
     elif args.assistant_only_loss:
         raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
     elif args.dataset_text_field in first or {"prompt", "completion"} <= first.keys():
@@ -180,12 +178,10 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     return rows.map(**settings, remove_columns=[name for name in columns if name not in kept]).select_columns(kept)
 
 
-def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    try:
-        template = training_template(tokenizer)
-    except ValueError as error:
-        raise UserError(f"--assistant_only_loss: the answers cannot be marked: {error}: leave out the flag") from error
-    if template is None and not is_chat_template_stop_token_trained(tokenizer):
+def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
+    """See `training_template`. Prints if it does not mark the tokens that end answers."""
+    template = training_template(tokenizer)
+    if template == own_template(tokenizer) and not is_chat_template_stop_token_trained(tokenizer):
         print_once(
             "warning: the chat template does not mark the token that ends an answer: the model may not learn to stop. Move it "
             "into {% generation %} in a copy of the template, and pass that with --chat_template_path."
@@ -204,38 +200,35 @@ def labels_of_tokens(row: dict) -> dict[str, list[int]]:
 
 
 def tokens_of_conversation(
-    row: dict, tokenizer: PreTrainedTokenizerBase, template: str | None, only_completions: bool
+    row: dict, processor: PreTrainedTokenizerBase | ProcessorMixin, template: str | None, only_completions: bool
 ) -> dict[str, list[int]]:
-    """The tokens of a conversation. `template`: marks the tokens of the answers; None: all tokens count."""
-    is_complete = "messages" in row
-    turns = row["messages"] if is_complete else row["prompt"] + row["completion"]
-    settings = {"chat_template": template, "return_dict": True, **options_of(row)}
+    """The tokens of a conversation. `template`: marks the tokens of the answers; None: all tokens count but those of images.
+
+    `processor`: of rows with images; else the tokenizer.
+    """
+    turns = row.get("messages") or row["prompt"] + row["completion"]
+    settings = {"chat_template": template, **options_of(row)}
+
+    def render(turns: list[dict], **options: bool) -> dict[str, list[int]]:
+        if IMAGES in row:
+            return images.encode_turns(processor, turns, row[IMAGES], **options, **settings)
+        return processor.apply_chat_template(turns, return_dict=True, **options, **settings)
+
     try:
-        rendered = tokenizer.apply_chat_template(turns, return_assistant_tokens_mask=template is not None, **settings)
-        prompt = []
-        if only_completions and not is_complete:
-            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **settings)["input_ids"]
+        rendered = render(turns, return_assistant_tokens_mask=template is not None)
+        is_prompt_left_out = only_completions and "messages" not in row
+        prompt = render(row["prompt"], add_generation_prompt=True)["input_ids"] if is_prompt_left_out else []
     except Exception as error:  # a template is a program: it can fail in any way
         raise UserError(
             f"the chat template fails ({str(error)[:200]}) on the conversation {show_turns(turns)}: change the row, or pass "
             "another template with --chat_template_path"
         ) from error
     ids = rendered["input_ids"]
-    counts = rendered["assistant_masks"] if template is not None else [1] * len(ids)
-    if not any(counts):
-        raise UserError(
-            f"--assistant_only_loss: no token counts in the loss of the conversation {show_turns(turns)}: does it have an answer?"
-        )
-    start = length_of_prompt(prompt, ids, tokenizer)
+    of_images = getattr(processor, "image_token_ids", [])
+    counts = rendered.get("assistant_masks") or [token not in of_images for token in ids]
+    start = length_of_prompt(prompt, ids, processor)
     labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
-
-
-def tokens_of_images(row: dict, processor: ProcessorMixin, template: str | None) -> dict[str, list[int]]:
-    """The tokens of a conversation with all of those that its images have."""
-    row = row | {"messages": images.as_parts(row["messages"])}
-    tokens = tokens_of_conversation(row, processor.tokenizer, template, False)
-    return images.with_image_tokens(tokens, row[IMAGES], processor)
 
 
 def length_of_prompt(prompt: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:

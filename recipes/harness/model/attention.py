@@ -20,7 +20,7 @@ def set_attention(training_args: TrainingArguments, model_args: ModelConfig, run
     given = model_args.attn_implementation
     chosen = choose_attention(training_args, model_args, run)
     if given == VARLEN and chosen != VARLEN:
-        raise UserError(f"--attn_implementation {VARLEN} is not for these rows, this model, dtype or GPU: leave out the flag")
+        raise UserError(f"--attn_implementation {VARLEN} is not for these rows, flags, model, dtype or GPU: leave it out")
     if given is None:
         model_args.attn_implementation = chosen
     if model_args.attn_implementation == VARLEN:
@@ -30,11 +30,13 @@ def set_attention(training_args: TrainingArguments, model_args: ModelConfig, run
 def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> str | None:
     """The attention implementation: `varlen` or FlashAttention-2 if possible, None to leave it to transformers.
 
-    A rehearsal on CPU can do what a GPU can. If the config cannot be read, `check_model` says so.
+    A rehearsal on CPU can do what a GPU can. If the config cannot be read, `check_model` says so. TRL's selective activation
+    checkpointing does not know `varlen`: it would compute it a second time, as without the option.
     """
     config, model_class = config_and_class(model_args, run.tiny)
     in_16_bit = dtype_of_products(training_args, str(model_args.dtype)) in ("bfloat16", "float16")
-    has_kernel = run.on_cpu or (VARLEN in run.gpu.attention and in_16_bit)
+    is_selective = (training_args.activation_checkpointing_kwargs or {}).get("selective")
+    has_kernel = not is_selective and (run.on_cpu or (VARLEN in run.gpu.attention and in_16_bit))
     if has_kernel and has_documents(training_args) and (config is None or can_use_varlen(config, model_class)):
         return VARLEN
     has_flash = FLASH in run.gpu.attention and not run.on_cpu and in_16_bit

@@ -158,7 +158,7 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
     monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setattr(command, "start_server", lambda: "fork")
     monkeypatch.setattr(
-        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], os.environ["CUDA_VISIBLE_DEVICES"])
     )
     config, runs = str(ROOT / "accelerate_configs/1x3090.yaml"), []
 
@@ -178,7 +178,7 @@ def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, one_gpu, err
     monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setattr(command, "start_server", lambda: "fork")
     monkeypatch.setattr(
-        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], os.environ["CUDA_VISIBLE_DEVICES"])
     )
     found = []
 

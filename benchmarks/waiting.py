@@ -30,16 +30,16 @@ MEDIAN_LENGTH, MEAN_LENGTH = 600, 1000  # in tokens, about those of FineWeb-Edu
 
 def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, read_ahead: bool, step_count: int) -> None:
     """Trains in this process; sends the seconds of every step, and how many of them it waited for rows."""
-    from harness.run.batches import StepReader
+    from harness.run.batches import AgreedReader
 
     import torch
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer
     from trl import SFTTrainer
 
     waits, began = [], []
-    read = StepReader.next_step
+    read = AgreedReader.next_step
 
-    def timed_read(self: StepReader, *arguments: object) -> tuple:
+    def timed_read(self: AgreedReader, *arguments: object) -> tuple:
         if not read_ahead:
             self.is_stream = False
         start = time.perf_counter()
@@ -55,7 +55,7 @@ def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, rea
         def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
             began.append(time.perf_counter())
 
-    StepReader.next_step, SFTTrainer.compute_loss = timed_read, compute_loss
+    AgreedReader.next_step, SFTTrainer.compute_loss = timed_read, compute_loss
     trainer.DEFAULT_CALLBACKS.append(TimeSteps)
     os.chdir(tempfile.mkdtemp(dir=folder))
     settings = {

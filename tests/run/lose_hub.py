@@ -14,7 +14,7 @@ from pathlib import Path
 import harness
 from harness import runs
 from harness.messages import UserError
-from harness.run.agreement import make_cpu_group
+from harness.run.stopping import make_cpu_group
 from harness.run.trainer import add_parts
 
 

@@ -1,11 +1,12 @@
 """The completion marker of a checkpoint: damage to any of its files is found and named."""
 
+import json
 import os
 import shutil
 import sys
 from contextlib import nullcontext
 
-from harness.folder import COMPLETION_MARKER, newest_complete_checkpoint, write_json
+from harness.folder import COMPLETION_MARKER, newest_complete_checkpoint
 from harness.run import marker
 
 import pytest
@@ -21,8 +22,8 @@ def _flip_bit(path):
     path.write_bytes(content)
 
 
-SETTINGS = {"world_size": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "seed": 42}
-MARKER = {"geometry": SETTINGS, "progress": {"seconds": 0.1}}
+SETTINGS = {"rows of a step": 8, "seed": 42}
+MARKER = {"row_settings": SETTINGS, "progress": {"seconds": 0.1}}
 DAMAGE = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
@@ -99,19 +100,6 @@ def test_checkpoint_is_never_taken_for_complete_after_a_kill(checkpoint, tmp_pat
     assert folder.exists() == (change is marker.begin_writing)
 
 
-@pytest.mark.parametrize("files", [None, {}])
-def test_marker_without_files_is_damage(checkpoint, files):
-    content = MARKER if files is None else MARKER | {"files": files}
-    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": marker.checksum_of_content(content)})
-    assert marker.find_damage(checkpoint).startswith(COMPLETION_MARKER)
-
-
-def test_damaged_marker(checkpoint):
-    text = (checkpoint / COMPLETION_MARKER).read_text()
-    (checkpoint / COMPLETION_MARKER).write_text(text.replace('"seed": 42', '"seed": 43'))
-    assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} is damaged"
-
-
 def test_checkpoint_that_does_not_exist(checkpoint):
     shutil.rmtree(checkpoint)
     assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} is missing" and not marker.is_incomplete(checkpoint)
@@ -145,32 +133,32 @@ def test_checkpoint_that_is_a_link_is_read(checkpoint, tmp_path):
     assert marker.find_damage(checkpoint) == ""
 
 
-@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a/", "..", "\0", "\ud800"])
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/../../x", "", ".", "a/", "..", "\0", "\ud800"])
 def test_names_outside_of_the_checkpoint_are_refused(checkpoint, name):
-    marker.write_marker(checkpoint_being_written(checkpoint), MARKER | {"files": {name: [1, "x"]}})
+    marker.begin_writing(checkpoint)
+    marker.write_marker(checkpoint, MARKER | {"files": {name: [1, "x"]}})
     assert marker.find_damage(checkpoint)
 
 
-def checkpoint_being_written(checkpoint):
-    marker.begin_writing(checkpoint)
-    return checkpoint
+def without_files(text):
+    content = json.loads(text) | {"files": {}}
+    del content["checksum"]
+    return json.dumps(content | {"checksum": marker.checksum_of_content(content)}).encode()
 
 
-ODD_TEXTS = [
-    b"",
-    b"{",
-    b"[]",
-    b"null",
-    b"\xff\xfe",
-    b"[" * 100_000,
-    b'{"a":' * 100_000,
-    b'{"model": 1e999}',
-    b"9" * 5_000,
-    b"\0" * 9,
-]
-
-
-@pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
-def test_odd_markers_are_damage(checkpoint, text):
-    (checkpoint / COMPLETION_MARKER).write_bytes(text)
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_files,
+        lambda text: text.replace(b'"seed": 42', b'"seed": 43'),
+        lambda text: b"{",
+        lambda text: b"[]",
+        lambda text: b"\xff\xfe",
+        lambda text: b"[" * 100_000,
+        lambda text: b"9" * 5_000,
+    ],
+)
+def test_odd_markers_are_damage(checkpoint, change):
+    path = checkpoint / COMPLETION_MARKER
+    path.write_bytes(change(path.read_bytes()))
     assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} is damaged"

@@ -95,7 +95,7 @@ def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tm
     [
         (["--dtype", "bfloat16"], torch.float32, ""),
         (["--dtype", "float16", "--fp16", "true", "--bf16", "false"], torch.float32, ""),
-        (["--dtype", "bfloat16", "--bf16", "false"], torch.bfloat16, "trained in bfloat16, because mixed precision is off"),
+        (["--dtype", "bfloat16", "--bf16", "false"], torch.bfloat16, "trained in torch.bfloat16, because mixed precision is off"),
         (["--use_peft", "--lora_modules_to_save", "lm_head", "--dtype", "bfloat16"], torch.float32, ""),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -85,15 +85,14 @@ def test_reference_model_that_moves_is_in_no_checkpoint(build_trainer, error_of)
 
 
 @pytest.mark.parametrize(
-    ("processes", "rows", "answers", "is_right"),
-    [(2, 5, 2, False), (1, 5, 2, True), (2, 6, 2, True), (2, 5, 1, True), (2, 5, None, False)],
+    ("processes", "answers", "rows", "is_right"),
+    [(2, 2, range(5), False), (2, None, range(5), False), (1, 2, range(5), True), (2, 1, range(5), True), (2, 2, None, True)],
 )
-def test_answers_of_an_evaluation_count_once(processes, rows, answers, is_right):
+def test_answers_of_an_evaluation_count_once(processes, answers, rows, is_right):
     """Of five prompts with two answers each, accelerate would complete the last batch of two processes with the first prompt."""
-    args = {"world_size": processes, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_generations": 2}
-    args |= {"num_generations_eval": answers, "steps_per_generation": 1}
-    of_run = {"train_dataset": range(9), "eval_dataset": range(rows), "is_fsdp_enabled": False}
-    trainer = SimpleNamespace(args=SimpleNamespace(**args), **of_run)
+    args = {"world_size": processes, "per_device_train_batch_size": 2, "steps_per_generation": 1, "num_generations": 2}
+    args = SimpleNamespace(**args, num_generations_eval=answers)
+    trainer = SimpleNamespace(args=args, train_dataset=range(9), eval_dataset=rows)
     with contextlib.nullcontext() if is_right else pytest.raises(UserError, match="--num_generations_eval"):
         generation.check_prompts(trainer)
 

@@ -9,7 +9,7 @@ from harness.data.images import ImageCollator
 from harness.data.streams import StreamPosition
 from harness.hub import HubLost, temporary_failure
 from harness.messages import UserError, print_once
-from harness.run.agreement import maximum
+from harness.run.stopping import maximum
 from harness.signals import OUT_OF_TIME
 
 from accelerate.utils import gather_object
@@ -22,17 +22,22 @@ READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
 Step = tuple[list[dict], dict[int, dict]]  # micro-batches, and the states of a stream after them
 
 
-class StepReader:
-    """Reads the micro-batches of this process.
+class AgreedReader(TrainerCallback):
+    """Reads a step on all processes, or on none if one of them lost the Hub or met a row of a stream that it cannot read.
 
-    A stream is read ahead, in a thread, so that no GPU waits for the tokenizer: packing takes many documents at once.
+    Then all stop, with a checkpoint if there is progress to save. A stream is read ahead, in a thread, so that no GPU waits for
+    the tokenizer: packing takes many documents at once.
     """
 
-    def __init__(self, trainer: Trainer, position: StreamPosition) -> None:
+    def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition, resumed_from: int) -> None:
         self.trainer = trainer
         self.position = position
         self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
+        self.group = group if self.is_stream else None
         self.steps: queue.Queue[Step | BaseException] | None = None  # that were read ahead
+        self.saved_step = resumed_from  # of the last checkpoint
+        self.error = ""  # why this process cannot read
+        self.exit_code = 0  # of the run, if one of the processes cannot read
 
     def next_step(self, iterator: Iterator, count: int) -> Step:
         """`count` micro-batches. `iterator`: of the trainer's loader, without those that a resumed run was trained on.
@@ -42,8 +47,10 @@ class StepReader:
         if not self.is_stream:
             return self._read(iterator, count)
         if self.steps is None:
-            state = self.trainer.state
-            self.steps = self._read_ahead(iter(self.position.loader), count, state.max_steps - state.global_step)
+            # A step of sixteen images of a megapixel has 400 MB.
+            self.steps = queue.Queue(1 if isinstance(self.trainer.data_collator, ImageCollator) else READ_AHEAD)
+            # It does not keep the process from exiting.
+            threading.Thread(target=self._read_ahead, args=(count,), name="read ahead", daemon=True).start()
         step = self.steps.get()
         if isinstance(step, BaseException):
             raise step
@@ -53,36 +60,14 @@ class StepReader:
         batches = list(itertools.islice(iterator, count))
         return batches, self.position.states_after_next_step()
 
-    def _read_ahead(self, iterator: Iterator, count: int, steps: int) -> queue.Queue:
-        """Reads all steps in a thread, which does not keep the process from exiting."""
-        # A step of sixteen images of a megapixel has 400 MB.
-        read_steps = queue.Queue(1 if isinstance(self.trainer.data_collator, ImageCollator) else READ_AHEAD)
-
-        def read() -> None:
-            try:
-                for _ in range(steps):
-                    read_steps.put(self._read(iterator, count))
-            except BaseException as error:
-                read_steps.put(error)
-
-        threading.Thread(target=read, name="read ahead", daemon=True).start()
-        return read_steps
-
-
-class AgreedReader(TrainerCallback):
-    """Reads a step on all processes, or on none if one of them lost the Hub or met a row of a stream that it cannot read.
-
-    Then all stop, with a checkpoint if there is progress to save.
-    """
-
-    def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition, resumed_from: int) -> None:
-        self.trainer = trainer
-        self.position = position
-        self.reader = StepReader(trainer, position)
-        self.group = group if self.reader.is_stream else None
-        self.saved_step = resumed_from  # of the last checkpoint
-        self.error = ""  # why this process cannot read
-        self.exit_code = 0  # of the run, if one of the processes cannot read
+    def _read_ahead(self, count: int) -> None:
+        """Reads all steps."""
+        try:
+            iterator = iter(self.position.loader)
+            for _ in range(self.trainer.state.max_steps - self.trainer.state.global_step):
+                self.steps.put(self._read(iterator, count))
+        except BaseException as error:
+            self.steps.put(error)
 
     def read(self, iterator: Iterator, count: int) -> list[dict]:
         """The micro-batches of the next step, [] on all processes if one of them has none. Collective."""
@@ -90,10 +75,10 @@ class AgreedReader(TrainerCallback):
         states = {}
         code = 0
         try:
-            batches, states = self.reader.next_step(iterator, count)
+            batches, states = self.next_step(iterator, count)
         except Exception as error:
             reason = str(error) if isinstance(error, HubLost) else temporary_failure(error)  # the latter of `datasets`
-            if not self.reader.is_stream or not (reason or isinstance(error, UserError)):
+            if not self.is_stream or not (reason or isinstance(error, UserError)):
                 raise
             self.error = reason or str(error)
             code = OUT_OF_TIME if reason else 2
@@ -118,10 +103,9 @@ class AgreedReader(TrainerCallback):
         if not self.exit_code:
             return 0
         reason = max(gather_object([self.error]), key=len)
-        hint = "There is no checkpoint yet"
-        if self.saved_step:  # a file that was mended has changed, so the same command would be refused
-            resumes = self.exit_code == OUT_OF_TIME
-            hint = f"The same command resumes from step {self.saved_step}" if resumes else f"Step {self.saved_step} is saved"
+        hint = f"Step {self.saved_step} is saved" if self.saved_step else "There is no checkpoint yet"
+        if self.saved_step and self.exit_code == OUT_OF_TIME:  # a file that was mended has changed, so the command is refused
+            hint = f"The same command resumes from step {self.saved_step}"
         kind = "" if self.exit_code == OUT_OF_TIME else "error: "
         print_once(f"\n{kind}Stopped at step {self.trainer.state.global_step}: {reason}. {hint}.")
         return self.exit_code

@@ -5,7 +5,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from harness import folder
 from harness.folder import read_json
@@ -29,8 +29,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-# The settings that decide which rows a step has, with the number of processes.
-DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
+ROWS_OF_STEP = "rows of a step"
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
 
@@ -55,14 +54,14 @@ class Checkpoints(TrainerCallback):
         """Mends the state of a resumed run: which checkpoint is the best, and how often this run logs, evaluates and saves.
 
         The best checkpoint is in the output directory, wherever the state says that it was. transformers would log, evaluate and
-        save as often as the run did before. Prints a message if the run gets another length.
+        save as often as the run did before.
         """
         state.compute_steps(args, state.max_steps)
-        saved = read_json(self.output_dir / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME)
-        if saved and state.global_step < state.max_steps and state.max_steps != saved["max_steps"]:
+        before = read_json(self.output_dir / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME).get("max_steps")
+        if before and state.global_step < state.max_steps != before:
             print_once(
-                f"The run had {saved['max_steps']:,} steps until now and has {state.max_steps:,} from here on: the learning rate "
-                f"follows the schedule of {state.max_steps:,} steps and can jump."
+                f"The run had {before:,} steps until now and has {state.max_steps:,} from here on: the learning rate follows the "
+                f"schedule of {state.max_steps:,} steps and can jump."
             )
         best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
@@ -115,12 +114,10 @@ class Checkpoints(TrainerCallback):
             raise RuntimeError(f"{checkpoint} does not have the weights that were trained: {problem}")
         parts = gather_object([sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process))])
         if process.is_main_process:
-            files = {}
-            for part in parts:
-                files |= part
-            how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
-            content = {"geometry": data_settings(args), "progress": progress, "files": files, "trained": self.weights.trained}
-            write_marker(checkpoint, content | how)
+            content = {"row_settings": row_settings(args), "progress": progress, "trained": self.weights.trained}
+            content |= quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
+            files = {name: entry for part in parts for name, entry in part.items()}
+            write_marker(checkpoint, content | {"files": files})
 
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""
@@ -139,35 +136,10 @@ def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:
     return int(rank[1]) % process.num_processes == process.process_index if rank else is_first
 
 
-def data_settings(args: TrainingArguments) -> dict:
-    return {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
-
-
-class FoundCheckpoints(NamedTuple):
-    """The checkpoints of an output directory, the newest first."""
-
-    complete: Path | None  # the newest complete one
-    damaged: dict[Path, str]  # those that are newer, and what is wrong with them
-    incomplete: list[Path]
-
-
-def find_checkpoints(output_dir: Path) -> FoundCheckpoints:
-    """Looks for the newest complete checkpoint, and for what is wrong with newer ones. The same on all processes; collective."""
-    process = PartialState()
-    # A network file system can show the nodes different folders for a while, so the first process lists them.
-    listed = broadcast_object_list([[(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)]])[0]
-    found = FoundCheckpoints(None, {}, [])
-    for name, is_not_complete in listed:
-        path = output_dir / name
-        if is_not_complete:
-            found.incomplete.append(path)
-        elif found.complete is None:
-            own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
-            if damage := max(gather_object([own_damage]), key=len):
-                found.damaged[path] = damage
-            else:
-                found = found._replace(complete=path)
-    return found
+def row_settings(args: TrainingArguments) -> dict[str, Any]:
+    """What decides which rows a step has."""
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
+    return {ROWS_OF_STEP: rows} | {name: getattr(args, name, None) for name in ("max_length", "packing", "seed")}
 
 
 def recover_checkpoints(args: TrainingArguments) -> Path | None:
@@ -179,22 +151,35 @@ def recover_checkpoints(args: TrainingArguments) -> Path | None:
     output_dir = Path(args.output_dir)
     process = PartialState()
     process.wait_for_everyone()
-    found = find_checkpoints(output_dir)
+    # A network file system can show the nodes different folders for a while, so the first process lists them.
+    listed = broadcast_object_list([[(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)]])[
+        0
+    ]  # newest first
+    incomplete = [output_dir / name for name, is_not_complete in listed if is_not_complete]
+    damaged = {}
+    complete = None
+    for path in (output_dir / name for name, is_not_complete in listed if not is_not_complete):
+        own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
+        damage = max(gather_object([own_damage]), key=len)  # "" if no process has found any
+        if not damage:
+            complete = path
+            break
+        damaged[path] = damage
     # The second checkpoint is only begun when the first is complete.
-    if found.complete is None and (found.damaged or len(found.incomplete) > 1):
-        reasons = "; ".join(f"{path.name}: {damage}" for path, damage in found.damaged.items()) or "all are incomplete"
+    if complete is None and (damaged or len(incomplete) > 1):
+        reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()) or "all are incomplete"
         raise UserError(
             f"--output_dir: no checkpoint in {output_dir} is complete ({reasons}). Nothing was deleted: restore one from a copy, "
             f"or start over in another --output_dir, or after rm -r {output_dir}"
         )
     if process.is_main_process:
-        for path, damage in found.damaged.items():
+        for path, damage in damaged.items():
             print_once(f"{path} is damaged: {damage}. It was renamed to {_rename_damaged(path).name}.")
-        for path in found.incomplete:
+        for path in incomplete:
             print_once(f"{path} is incomplete: the run was killed while it was written. It was deleted.")
             delete(path)
     process.wait_for_everyone()
-    return found.complete
+    return complete
 
 
 def _rename_damaged(path: Path) -> Path:
@@ -208,18 +193,17 @@ def _rename_damaged(path: Path) -> Path:
 def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: bool) -> None:
     """Prints what resuming from a checkpoint changes about the rows, if it changes anything.
 
-    The number of processes and the micro-batch change nothing as long as their product with the gradient accumulation stays.
+    Of rows in memory, transformers skips as many steps as were trained, of the size that they have now; of a stream,
+    `StreamPosition` prints it if it cannot be read on where it stopped.
     """
-    before = read_marker(checkpoint)["geometry"]
-    now = data_settings(args)
-    changed = [name for name in ("max_length", "packing", "seed") if before[name] != now[name]]
-    # `StreamPosition` prints it if a stream cannot be read on where it stopped. Of rows in memory, transformers skips as many
-    # steps as were trained, of the size that they have now.
-    if not is_stream and rows_per_step(before) != rows_per_step(now):
-        changed.append(f"the rows of a step ({rows_per_step(before)}, now {rows_per_step(now)})")
+    before = read_marker(checkpoint)["row_settings"]
+    changed = {name: now for name, now in row_settings(args).items() if now != before[name]}
+    if is_stream:
+        changed.pop(ROWS_OF_STEP, None)
     if changed:
+        settings = ", ".join(f"{name} {now} (was {before[name]})" for name, now in changed.items())
         print_once(
-            f"warning: {', '.join(changed)} changed since {checkpoint}: weights and optimizer resume exactly, but some rows are "
+            f"warning: since {checkpoint}, this changed: {settings}: weights and optimizer resume exactly, but some rows are "
             "trained on twice or never"
         )
 
@@ -243,8 +227,3 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
             state = state[0] if state else {}
         for attribute, value in state.get("attributes", {}).items():
             setattr(callback, attribute, value)
-
-
-def rows_per_step(settings: dict) -> int:
-    """Rows of an optimizer step on all processes, from `data_settings`."""
-    return settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * settings["world_size"]

@@ -62,8 +62,8 @@ def read_equally(trainer: Trainer, loader: DataLoader) -> DataLoader:
         return loader
     args = trainer.args
     batches = EvaluationBatches(len(loader.dataset), args.eval_batch_size, args.world_size, args.process_index)
-    options = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context")
-    divided = DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in options})
+    names = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context")
+    divided = DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in names})
     return prepare_data_loader(
         divided,
         device=trainer.accelerator.device,
@@ -80,13 +80,10 @@ class Sizes(NamedTuple):
 
     weight: torch.Tensor
     rows: torch.Tensor
-    tokens: torch.Tensor
-    chosen: torch.Tensor  # tokens of the chosen answers of pairs; of other rows all
-    rejected: torch.Tensor
+    tokens: torch.Tensor  # of pairs those of the chosen answers
 
 
-# Metrics that SFTTrainer and DPOTrainer log as means over tokens. All others are means over rows.
-OVER_TOKENS = {"entropy": "tokens", "mean_token_accuracy": "chosen", "logits/chosen": "chosen", "logits/rejected": "rejected"}
+OVER_TOKENS = ("entropy", "mean_token_accuracy")  # metrics that are means over tokens; all others are means over rows
 
 
 class Means:
@@ -108,17 +105,16 @@ class Means:
         loss = self.trainer.parts.loss
         count = len(self.batches.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
         rows = torch.tensor(float(count), device=self.trainer.accelerator.device)
-        if isinstance(self.trainer.args, DPOConfig):  # the chosen answers first
-            chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
-            return Sizes(rows, rows, chosen + rejected, chosen, rejected)
         tokens = loss.tokens(batch)
-        if tokens is None:
+        if isinstance(self.trainer.args, DPOConfig):  # the chosen answers first
+            tokens = batch["completion_mask"][:, 1:].chunk(2)[0].sum()
+        elif tokens is None:
             tokens = rows
-        return Sizes(rows if loss.unit == "row" else tokens, rows, tokens, tokens, tokens)
+        return Sizes(rows if loss.unit == "row" else tokens, rows, tokens)
 
     def add(self, sizes: Sizes, loss: torch.Tensor | None) -> None:
         if self.answer_tokens is not None:
-            sizes = sizes._replace(weight=self.answer_tokens, tokens=self.answer_tokens)
+            sizes = Sizes(self.answer_tokens, sizes.rows, self.answer_tokens)
         value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
         device = self.trainer.accelerator.device
         self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))
@@ -143,7 +139,7 @@ class Means:
         for name, values in metrics.items():
             of_batches = torch.tensor(values, dtype=torch.double)
             is_number = ~of_batches.isnan()  # it is NaN for a batch of which a function gives no reward, or without variance
-            counts = getattr(sizes, OVER_TOKENS.get(name, "rows")).sum(0)
+            counts = (sizes.tokens if name in OVER_TOKENS else sizes.rows).sum(0)
             if len(of_batches) == len(counts) and counts[is_number].sum():
                 metrics[name] = [float(counts[is_number] @ of_batches[is_number] / counts[is_number].sum())]
         return float(torch.where(sizes.weight > 0, losses * sizes.weight, 0).sum() / sizes.weight.sum())

@@ -95,7 +95,7 @@ def only_report_if_all(what: str, group: Any) -> Iterator[None]:
 
     `group`: of `make_group_for_failures`.
     """
-    from harness.run.agreement import all_failed  # here, because a launcher imports this module before torch
+    from harness.run.stopping import all_failed  # here, because a launcher imports this module before torch
 
     try:
         yield

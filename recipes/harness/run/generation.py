@@ -39,10 +39,7 @@ def tokens_of_prompt(trainer: Trainer, prompt: str | list[dict]) -> list[int]:
 
 
 def check_prompts(trainer: Trainer) -> None:
-    """Raises UserError for prompts of which TRL makes no batch, or of which an evaluation would count some twice.
-
-    Prints what a sharded model costs.
-    """
+    """Raises UserError for fewer prompts than a step needs, or if an evaluation would count some twice."""
     args = trainer.args
     answers = args.per_device_train_batch_size * args.world_size * micro_batches_of_generation(args)
     group = getattr(args, "num_generations", 1)
@@ -52,19 +49,11 @@ def check_prompts(trainer: Trainer) -> None:
             f"--global_batch_size: {answers:,} answers at a time are {group} to each of {answers // group:,} prompts, and there "
             f"are only {rows:,}: pass a smaller --global_batch_size"
         )
-    of_batch = args.per_device_eval_batch_size * args.world_size
     group = getattr(args, "num_generations_eval", 1) or group
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    is_incomplete = any(rows is not None and len(rows) * group % of_batch for rows in evaluated.values())
-    if group > 1 and args.world_size > 1 and is_incomplete:  # accelerate completes the last batch with the first prompts
+    if group > 1 and args.world_size > 1 and trainer.eval_dataset is not None:
         raise UserError(
-            f"--num_generations_eval {group}: the evaluation rows do not fill batches of {of_batch} answers on all processes, so "
-            "some would count twice: pass --num_generations_eval 1, or another --max_eval_samples"
-        )
-    if trainer.is_fsdp_enabled:
-        print_once(
-            "warning: for each generated token, each GPU receives the weights that others hold. If the model fits on one GPU, a "
-            "config without FSDP (1x3090, 4gpu_ddp) is many times as fast."
+            f"--num_generations_eval {group}: on several processes, the prompts that complete the last batch would count twice: "
+            "pass --num_generations_eval 1"
         )
 
 

@@ -20,9 +20,8 @@ from trl import DPOConfig, KTOConfig, SFTTrainer
 class Loss:
     """What the loss of a trainer is a mean of.
 
-    TRL's trainers and transformers' causal language models make the loss of a step such a mean themselves (`is_right`). Any other
-    loss of a micro-batch is a mean over its tokens or rows: `share_of_step` weighs it, with any accumulation and number of
-    processes.
+    TRL's trainers make the loss of a step such a mean themselves (`is_right`). Any other loss of a micro-batch is a mean over its
+    tokens or rows: `share_of_step` weighs it, with any accumulation and number of processes.
     """
 
     own: str | None = None  # what computes it of the model's outputs; None: the model itself, or SFTTrainer without them
@@ -66,51 +65,50 @@ def prepare_loss(trainer: Trainer) -> Loss:
     """
     check_loss_of_pairs(trainer)
     model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-    own = own_loss(trainer)
-    is_of_sft = own is None and isinstance(trainer, SFTTrainer)
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
-    loss = Loss(own, shifts_labels=shifts or is_of_sft, is_cross_entropy=is_cross_entropy(trainer))
-    loss.is_of_library = is_of_sft or (own is None and is_of_transformers(model))
+    loss = Loss(own_loss(trainer), is_cross_entropy=is_cross_entropy(trainer))
+    is_of_sft = loss.own is None and isinstance(trainer, SFTTrainer)
+    loss.is_of_library = is_of_sft or (loss.own is None and is_of_transformers(model))
+    loss.shifts_labels = is_of_sft or (
+        LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
+    )
     if is_of_sft:
         trainer.model_accepts_loss_kwargs = True  # it divides by the tokens of the step with every model
         loss.unit = "token"
     elif trainer.loss_is_scaled_for_ga is not None:
-        is_over_tokens = trainer.loss_is_scaled_for_ga and not trains_on_rewards(trainer)
-        loss.unit = "token" if is_over_tokens else "row"
+        loss.unit = "token" if trainer.loss_is_scaled_for_ga and not trains_on_rewards(trainer) else "row"
     else:
         loss.unit = "row" if getattr(trainer, "loss_is_mean_over", None) == "rows" else "token"
-        loss.is_right = loss.is_cross_entropy and trainer.model_accepts_loss_kwargs
-        if not loss.is_right:
-            trainer.loss_is_scaled_for_ga = True
+        loss.is_right = False
+        trainer.loss_is_scaled_for_ga = True
     return loss
 
 
 def check_loss_of_pairs(trainer: Trainer) -> None:
-    """Raises UserError for losses of pairs whose value depends on the micro-batch: silently, a step would be another one.
+    """Raises UserError for a loss of pairs of which a part is a mean over tokens: a step would depend on the micro-batch.
 
-    Where that is meant to be so, because rows of a micro-batch are compared with each other, it prints a warning.
+    Prints a warning for a loss that compares the rows of a micro-batch with each other, as KTO does.
     """
     args = trainer.args
-    is_pair = args.per_device_train_batch_size == args.per_device_eval_batch_size == 1
-    kinds = args.loss_type if isinstance(args, DPOConfig) else []
-    if "sft" in kinds and not is_pair:
+    sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    if isinstance(args, DPOConfig) and "sft" in args.loss_type and sizes != (1, 1):
         raise UserError(
             "--loss_type sft is a mean over the tokens of a micro-batch, the others are means over its pairs, so a step would "
             "depend on the micro-batch: pass --per_device_train_batch_size 1 --per_device_eval_batch_size 1"
         )
-    is_compared = {"aot", "aot_unpaired"} & {*kinds} or (isinstance(args, KTOConfig) and args.loss_type == "kto")
-    if is_compared:
+    kinds = args.loss_type if isinstance(args, DPOConfig | KTOConfig) else []
+    if "kto" in kinds or "aot" in kinds or "aot_unpaired" in kinds:
         print_once(
-            f"warning: --loss_type {' '.join(kinds) or args.loss_type} compares the rows of a micro-batch with each other: the "
-            "loss depends on --per_device_train_batch_size, and that of an evaluation on --per_device_eval_batch_size and the "
-            "number of processes, so compare only losses with the same values"
+            "warning: --loss_type: this loss compares the rows of a micro-batch with each other. It depends on "
+            "--per_device_train_batch_size, and that of an evaluation on --per_device_eval_batch_size and the number of processes"
         )
 
 
-def check_unit(trainer: Trainer, loss: Loss) -> None:
+def check_unit(trainer: Trainer, loss: Loss, tokens: torch.Tensor | None) -> None:
     """Raises UserError for a loss of tokens that may be a mean over them or over rows: steps could be weighed wrongly."""
-    if not loss.is_of_library and getattr(trainer, "loss_is_mean_over", None) not in ("tokens", "rows"):
+    if tokens is None:
+        loss.unit = "row"
+    elif not loss.is_of_library and getattr(trainer, "loss_is_mean_over", None) not in ("tokens", "rows"):
         raise UserError(
             f"{loss.own or type(trainer.model).__name__}: is the loss of a micro-batch the mean over its tokens or its rows? Set "
             'loss_is_mean_over = "tokens" or "rows" in the class of the trainer, or on the trainer before train(). A sum that is '
@@ -137,9 +135,9 @@ def is_cross_entropy(trainer: Trainer) -> bool:
         return False
     if isinstance(trainer, SFTTrainer):
         return True
-    classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP makes a subclass
     adds_router_loss = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return bool(is_of_transformers(model) and classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} and not adds_router_loss)
+    is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return is_of_transformers(model) and is_causal and not adds_router_loss
 
 
 def is_of_transformers(model: torch.nn.Module) -> bool:

@@ -86,16 +86,11 @@ def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
     return counts
 
 
-def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> str:
-    """What is trained, in words; from `modules_with_adapter` and `count_parameters`."""
-    trained, total = parameters
-    if trained == total:
-        return f"all {total:,} parameters"
-    words = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
-    if not modules:
-        return words
-    adapted = ", ".join(f"{count} {name}" for name, count in modules.items())
-    return f"{words}, in adapters on {adapted}"
+def describe_training(model: torch.nn.Module, trained: int, total: int) -> str:
+    """How much of a model is trained, in words; the numbers are of `count_parameters`."""
+    words = f"Training {trained:,} of {total:,} parameters ({trained / total:.2%})"
+    adapted = [f"{count} {name}" for name, count in modules_with_adapter(model).items()]
+    return f"{words}{', in adapters on ' if adapted else ''}{', '.join(adapted)}."
 
 
 def quantization_of(model: torch.nn.Module) -> dict:

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import folder
-from harness.compat.transformers import transformer_layers
 from harness.data.streams import fill_last_step, repeat_stream
 from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
-from harness.run.agreement import make_cpu_group, make_group_for_failures
 from harness.run.checkpoints import print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import evaluate, print_best_checkpoint
@@ -19,11 +17,9 @@ from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewa
 from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, prepare_loss
 from harness.run.parameters import (
-    base_of,
     count_parameters,
     describe_training,
     freeze_unused_parts,
-    modules_with_adapter,
 )
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
@@ -42,6 +38,8 @@ from harness.run.stopping import (
     StopIfUnchanged,
     StopOnNan,
     StoppedInEvaluation,
+    make_cpu_group,
+    make_group_for_failures,
 )
 from harness.run.trainer import Parts, add_parts
 from harness.run.weights import WeightsOfModel, check_saved_weights
@@ -49,7 +47,6 @@ from harness.runs import Run
 
 import torch
 from datasets import Dataset, IterableDataset
-from peft import PeftModel
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -114,8 +111,7 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
         folder.write_json(Path(trainer.args.output_dir, folder.PROMPT), run.seen.prompt)
     original = load_original_config(trainer)
     parameters = count_parameters(trainer.model)
-    print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
-
+    print_once(describe_training(trainer.model, *parameters))
     parts = add_parts(trainer, group, checkpoint, original, loss, hidden)
     prepared = Prepared(checkpoint, parts, StopAfterSignal(trainer, group), original, parameters)
     for callback in callbacks_of(trainer, run, prepared):
@@ -210,8 +206,6 @@ def check_trainer(trainer: Trainer) -> None:
             "--sync_ref_model: the reference model moves, and no checkpoint has it, so a run that resumes would compare with "
             "another one: leave it out, or pass --save_strategy no"
         )
-    if trainer.is_fsdp_enabled:
-        check_can_be_sharded(trainer.model)
     if writes_answers(trainer):
         check_prompts(trainer)
     for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
@@ -240,20 +234,6 @@ def report_dropped_rows(trainer: Trainer) -> None:
             print_once(
                 f"warning: {missing:,} of {loaded:,} {kind} rows are not used: the recipe or the trainer has dropped them{limit}."
             )
-
-
-def check_can_be_sharded(model: torch.nn.Module) -> None:
-    """Raises UserError for a model that accelerate could not wrap for FSDP2, which it finds out once all weights are read."""
-    name = type(base_of(model)).__name__
-    if not transformer_layers(model):
-        raise UserError(f"FSDP shards the layers that a model of transformers names, and {name} names none: use a config without")
-    if isinstance(model, PeftModel):  # `separate_untied_weights` handles what an adapter trains
-        return
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    weight = getattr(ends[0], "weight", None)
-    others = [path for path, module in model.named_modules() if getattr(module, "weight", None) is weight and module not in ends]
-    if weight is not None and others:
-        raise UserError(f"FSDP2 cannot shard {name}: {', '.join(others)} and its embeddings are one weight: use a config without")
 
 
 def prepare_trainer(trainer: Trainer, loss: Loss) -> None:

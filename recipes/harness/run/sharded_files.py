@@ -37,36 +37,28 @@ def is_allowed(module: str, name: str) -> bool:
 
 
 def check_sharded_files(checkpoint: Path) -> None:
-    """Raises UserError if a file of a checkpoint would run code when torch reads it. Does nothing for one that is not sharded.
+    """Raises UserError if a file of a checkpoint would run code when torch reads it, which no run writes.
 
     Also for the best checkpoint that its trainer_state.json names, which --load_best_model_at_end reads.
     """
     saved = read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
     for folder in filter(None, (checkpoint, best_checkpoint(checkpoint.parent, saved))):
         for path in sorted(folder.rglob("*")):
-            if path.is_symlink() and path.is_dir():  # `rglob` does not follow it, and torch does
+            try:
+                _check_path(path)
+            except Exception as error:  # a damaged pickle can raise any error
                 raise UserError(
-                    f"{path} is a link to a folder, which no run makes: nothing was loaded. Replace it by the folder itself"
-                )
-            if path.name.endswith(".metadata"):  # torch also reads `__RANK.metadata`
-                _check_metadata(path)
+                    f"{path} was not written by a run, and reading it could run code: {type(error).__name__}: {error}. Nothing "
+                    "was loaded. Delete the checkpoint, unless you can restore it from a copy that you trust"
+                ) from error
 
 
-def _check_metadata(path: Path) -> None:
-    """Raises UserError if torch would run code while it reads `path` and the entries that it names."""
-    try:
-        _check_folder(path)
-    except Refused as refused:
-        raise UserError(
-            f"{path.parent} would run code, because it has {refused}, which torch does not write into a checkpoint: nothing "
-            "was loaded. Delete the checkpoint, unless you can restore it from a copy that you trust"
-        ) from refused
-    except Exception as error:  # a damaged pickle can raise any error
-        raise UserError(f"{path} is not metadata of a sharded checkpoint: {type(error).__name__}: {error}") from error
-
-
-def _check_folder(path: Path) -> None:
-    """Reads the entries that are not tensors, of which `path` says where they are, without running code."""
+def _check_path(path: Path) -> None:
+    """Reads the entries that are not tensors, if `path` says where they are, without running code."""
+    if path.is_symlink() and path.is_dir():
+        raise Refused("a link to a folder")  # `rglob` does not follow it, and torch does
+    if not path.name.endswith(".metadata"):  # torch also reads `__RANK.metadata`
+        return
     with path.open("rb") as file:
         metadata = CheckedUnpickler(file, is_allowed).load()
     for name in ("storage_data", "state_dict_metadata"):

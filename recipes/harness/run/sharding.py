@@ -7,7 +7,7 @@ from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
 from harness.compat.torch import gather_once_per_step, reduce_each_batch
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
-from harness.messages import UserError, print_once
+from harness.messages import print_once
 from harness.model.quantized import prepare_quantized_model
 from harness.run.losses import Loss
 
@@ -29,7 +29,6 @@ from transformers import (
 )
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-
 
 HiddenBuffers = list[tuple[torch.nn.Module, str]]
 
@@ -74,11 +73,9 @@ def train_in_float32(trainer: Trainer) -> None:
     """
     rounded = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.dtype in SIXTEEN_BIT]
     if rounded and trainer.accelerator.mixed_precision == "no":
-        dtype = str(rounded[0].dtype).removeprefix("torch.")
         print_once(
-            f"warning: weights are trained in {dtype}, because mixed precision is off: steps below "
-            f"{torch.finfo(rounded[0].dtype).eps / 2:.2%} of a weight round to nothing (--learning_rate "
-            f"{trainer.args.learning_rate}): pass --dtype float32 or --bf16 true"
+            f"warning: weights are trained in {rounded[0].dtype}, because mixed precision is off: small steps round to nothing "
+            f"(--learning_rate {trainer.args.learning_rate}): pass --dtype float32 or --bf16 true"
         )
         return
     for weight in rounded:
@@ -125,20 +122,14 @@ def separate_untied_weights(trainer: Trainer) -> None:
     accelerate 1.15 calls `tie_weights` when it shards: the output layer would become the trained copy of the embeddings, unlike
     in an unsharded run, and unlike in the saved adapter. PEFT also keeps the frozen weights that the two shared, and FSDP
     refuses a weight that two of its units have, so each gets its own.
-    Raises UserError if the adapter keeps them tied.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not trainer.is_fsdp_enabled or not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
         return
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    if head is None or (head.weight is embedding.weight and not embedding.weight.requires_grad):
+    if head is None or head.weight is embedding.weight:
         return
-    if head.weight is embedding.weight:
-        raise UserError(
-            "ensure_weight_tying: FSDP cannot shard an adapter that trains embeddings and output layer as one weight: leave it "
-            "out, or use a config without FSDP"
-        )
     seen = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -239,28 +230,19 @@ def return_float32(model: FSDPModule) -> None:
 
 
 def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: AccelerateConfig, processes: int) -> None:
-    """Raises RuntimeError unless FSDP is used if the config has it, on as many processes, and has sharded every layer."""
-    expected = "FSDP" if config.is_fsdp else "unsharded"
-    actual = "FSDP" if accelerator.distributed_type == "FSDP" else "unsharded"
-    if (actual, accelerator.num_processes) != (expected, processes):
-        name = config.name or "the config"
+    """Raises RuntimeError unless FSDP is used if the config has it, on as many processes, and has sharded every layer.
+
+    Such a run would be slower or need more memory than its config says.
+    """
+    if (accelerator.distributed_type == "FSDP", accelerator.num_processes) != (config.is_fsdp, processes):
         raise RuntimeError(
-            f"{name} is {expected} on {processes} processes, but this run is {actual} on {accelerator.num_processes}: "
+            f"this run does not have the {processes} processes of {config.name or 'its config'}, or is not sharded as it says: "
             "start it with launch.sh, or with `.venv/bin/accelerate launch --config_file`"
         )
-    if not config.is_fsdp:
-        return
-    layers = transformer_layers(model)
-    unsharded = []
-    for name, layer in layers.items():
-        is_trained = any(weight.requires_grad for weight in layer.parameters())
-        if is_trained and not isinstance(layer, FSDPModule):
-            unsharded.append(name)
-        unsharded += [f"{name}.{path}" for path, weight in layer.named_parameters() if not isinstance(weight, DTensor)]
-    if unsharded or not layers:
+    weights = [weight for layer in transformer_layers(model).values() for weight in layer.parameters()]
+    if config.is_fsdp and not (weights and all(isinstance(weight, DTensor) for weight in weights)):
         raise RuntimeError(
-            f"FSDP left {', '.join(unsharded[:3]) or 'every layer'} unsharded: "
-            "check fsdp_auto_wrap_policy and fsdp_transformer_layer_cls_to_wrap in the config"
+            "FSDP left layers unsharded: check fsdp_auto_wrap_policy and fsdp_transformer_layer_cls_to_wrap in the config"
         )
 
 

@@ -1,20 +1,61 @@
-"""Where a run stops: after a signal (all processes after the same step), on NaN, or at its last step."""
+"""Where a run stops: after a signal (all processes after the same step), on NaN, or at its last step; what processes agree on."""
 
+import datetime
 import math
 import signal
 from operator import attrgetter
 
 from harness.compat.transformers import TrainerWithHooks
 from harness.messages import UserError, print_once
-from harness.run.agreement import maximum
 from harness.run.metrics import logged_by_evaluations
 from harness.run.sharding import local_tensor
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.distributed import ProcessGroup
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+def make_cpu_group(timeout: float) -> ProcessGroup | None:
+    """A gloo group of all processes, in which they agree without waiting for a GPU; None for one process.
+
+    `timeout` is the seconds that a process waits for the others. If the default group is a gloo group, it gets this timeout too:
+    transformers passes `ddp_timeout` to NCCL only.
+    """
+    if PartialState().num_processes == 1:
+        return None
+    limit = datetime.timedelta(seconds=timeout)
+    if dist.get_backend() == "gloo":
+        dist.group.WORLD.set_timeout(limit)
+    return dist.new_group(backend="gloo", timeout=limit)
+
+
+def maximum(number: int, group: ProcessGroup | None) -> int:
+    """The maximum of all processes' numbers. Collective."""
+    if group is None:
+        return number
+    tensor = torch.tensor([number])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return int(tensor)
+
+
+def make_group_for_failures() -> ProcessGroup | None:
+    """A group for `all_failed`, in which a process waits 30 seconds for the others; None for one process."""
+    if PartialState().num_processes == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=30))
+
+
+def all_failed(group: ProcessGroup | None) -> bool:
+    """Whether all processes have failed. Only those call this that have; False if the others do not in time."""
+    try:
+        maximum(1, group)
+        return True
+    except RuntimeError:
+        return False
 
 
 class StoppedInEvaluation(Exception):
@@ -58,9 +99,7 @@ class StopAfterSignal(TrainerCallback):
         if not self.signal or (state.global_step >= state.max_steps and not self.is_in_evaluation):
             return 0
         saved = self.trainer.args.save_strategy != "no"
-        hint = "the same command resumes there" if saved else "without a checkpoint"
-        if not state.global_step:
-            hint = "the same command starts again"
+        hint = "the same command resumes there" if saved and state.global_step else "the same command starts again"
         print_once(f"\nStopped by {signal.Signals(self.signal).name} at step {state.global_step}; {hint}.")
         return OUT_OF_TIME if saved and self.signal == signal.SIGUSR1 else 128 + self.signal
 

@@ -65,18 +65,14 @@ class RunTrainer(TrainerWithHooks):
 
     def get_eval_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
         loader = super().get_eval_dataloader(*args, **kwargs)
+        # Of several answers to a prompt TRL's loader keeps the groups together.
         is_of_transformers = getattr(super().get_eval_dataloader, "__func__", None) is Trainer.get_eval_dataloader
-        groups = getattr(self.args, "num_generations_eval", None)  # whose answers TRL's loader keeps together
-        has_single_rows = groups == 1 or isinstance(self.args, DistillationConfig)
+        has_single_rows = getattr(self.args, "num_generations_eval", 0) == 1 or isinstance(self.args, DistillationConfig)
         return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers or has_single_rows else loader)
 
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor | tuple:
         """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
         loss = self.parts.loss
         options = {"return_outputs": True} if return_outputs else {}
@@ -87,21 +83,19 @@ class RunTrainer(TrainerWithHooks):
                 return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         labels = loss.labels(inputs)  # before the loss takes them out
         tokens = loss.tokens(inputs)
-        if tokens is None:
-            loss.unit = "row"
-        else:
-            check_unit(self, loss)
-        is_training = self.model.training
-        is_empty = is_training and tokens is not None and not int(tokens)
+        is_empty = tokens is not None and not int(tokens)
+        check_unit(self, loss, tokens)
         if is_empty:  # a mean over no token is NaN, and FSDP needs all processes to compute
             inputs = inputs | {name: inputs[name].clamp(min=0) for name in ("labels", "shift_labels") if name in inputs}
         count = labels.ne(-100).sum().clamp(min=1) if loss.own and labels is not None else None
         with changed(self.args, "average_tokens_across_devices", False):  # otherwise multiplied by the number of processes
             found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
-        value = found[0] if return_outputs else found
-        if is_training:
-            value = value * 0 if is_empty else loss.share_of_step(self, value, tokens, num_items_in_batch)
-        return (value, found[1]) if return_outputs else value
+        value, *outputs = found if return_outputs else [found]
+        if is_empty:
+            value = value * 0
+        elif self.model.training:
+            value = loss.share_of_step(self, value, tokens, num_items_in_batch)
+        return (value, *outputs) if return_outputs else value
 
     def _get_num_items_in_batch(self, *args: Any) -> torch.Tensor | None:
         """transformers counts the tokens of a step only for a model that takes their number."""

@@ -9,10 +9,10 @@ from harness import folder
 from harness.messages import UserError, plural
 from harness.model.weight_files import quiet_transformers
 from harness.run.marker import read_marker
-from harness.run.parameters import adapters_of, is_of_another_library
+from harness.run.parameters import is_of_another_library
 
 import torch
-from peft import PeftModel, PeftType, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedModel
@@ -24,33 +24,30 @@ class WeightsOfModel:
     """The weights that every checkpoint of a model must have. Made before the model is sharded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
         self.trained = list(trained)  # in the order in which the optimizer gets them
-        self.trained_values = sum(weight.numel() for weight in trained.values())
-        self.is_adapter = isinstance(model, PeftModel)
+        self.trained_values = sum(trained.values())
+        self.is_known = not is_of_another_library(model)  # whose files name weights otherwise
         self.is_of_transformers = isinstance(model, PreTrainedModel)
-        # Files of another library name weights otherwise, and AdaLoRA changes the shapes of its weights.
-        self.is_known = not is_of_another_library(model)
-        self.is_known &= all(adapter.peft_type != PeftType.ADALORA for adapter in adapters_of(model))
-        self.subfolder = ""
+        self.adapter = model.active_adapters[0] if isinstance(model, PeftModel) else None
         state = model.state_dict(keep_vars=True)
         self.others = {*state, *dict(model.named_buffers())}  # names that a checkpoint can have too
-        if self.is_adapter:
-            adapter = model.active_adapters[0]
-            self.subfolder = "" if adapter == "default" else adapter
-            state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-        not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
+        if self.adapter:
+            state = get_peft_model_state_dict(model, adapter_name=self.adapter, save_embedding_layers=False)
         self.shapes: Shapes = {name: list(weight.shape) for name, weight in state.items()}
-        names: dict[int, list[str]] = {}
+        not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
+        names: dict[int, set[str]] = {}
         for name in state.keys() - {*not_saved}:
-            names.setdefault(id(state[name]), []).append(name)
+            names.setdefault(id(state[name]), set()).add(name)
         self.names = list(names.values())  # of each weight; a tied one has several, and is saved by one of them
 
     def problem(self, checkpoint: Path) -> str:
         """What is wrong with the weights in a checkpoint, "" for nothing."""
-        is_sharded = (checkpoint / folder.SHARDED).is_dir()
-        saved = shapes_of_sharded_files(checkpoint) if is_sharded else shapes_of_files(checkpoint / self.subfolder)
-        if saved is None and self.is_adapter:
+        if (checkpoint / folder.SHARDED).is_dir():
+            saved = shapes_of_sharded_files(checkpoint)
+        else:  # an adapter of another name has a folder of its own
+            saved = shapes_of_files(checkpoint if self.adapter in (None, "default") else checkpoint / self.adapter)
+        if saved is None and self.adapter:
             return "it has no adapter"
         if saved is None or not self.is_known:
             return ""
@@ -58,7 +55,7 @@ class WeightsOfModel:
             values = sum(map(math.prod, saved.values()))
             return f"it has {values:,} values, {self.trained_values:,} are trained" if values < self.trained_values else ""
         problems = {
-            "it lacks": [names[0] for names in self.names if not saved.keys() & {*names}],
+            "it lacks": [min(names) for names in self.names if not names & saved.keys()],
             "the model lacks": saved.keys() - self.shapes.keys() - self.others,
             "of another shape:": [name for name in saved if self.shapes.get(name, saved[name]) != saved[name]],
         }

@@ -27,7 +27,7 @@ STEPS = {
     "gpt2_xl_wikitext": 40,
 }
 FILE = inputs.RESULTS / "forecasts/choice_per_card.json"
-KEYS = ("machine", "gpu", "config", "peak_gpu_gb", "reserved_gb", "on_machine", "flags", "choices", "compiling", "proposals")
+KEYS = ("machine", "gpu", "config", "peak_gpu_gb", "on_machine", "flags", "choices", "compiling", "proposals")
 
 
 def plan(recipe: str, machine: str, environment: dict[str, str]) -> dict[str, Any]:

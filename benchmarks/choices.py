@@ -31,7 +31,7 @@ def main(numbers: list[int]) -> None:
     from planner import command
 
     method = command.start_server()
-    from planner import choose, machines, roofline
+    from planner import choose, machines
     from planner.grid import Grid, make_grid
     from planner.values import values_of_recipe
 
@@ -42,28 +42,21 @@ def main(numbers: list[int]) -> None:
         recipe, machine = str(ROOT / f"recipes/{name}.py"), machines.read_machine(text)
         grid = make_grid(values_of_recipe(recipe, []), machine, paths, [])
 
-        def simulate(options: list, recipe: str = recipe, grid: Grid = grid) -> list:
-            return command.simulate_options(method, recipe, grid, grid.common_flags, options, is_quiet=True)
+        tried = []
 
-        candidates, found = choose.choose(machine, grid, simulate)
-        times = [one.cpu_seconds for one in found.values() if choose.is_simulated(one)]
+        def simulate(options: list, recipe: str = recipe, grid: Grid = grid, tried: list = tried) -> list:
+            tried.extend(options)
+            return command.simulate_options(method, recipe, grid, grid.common_flags, options)
+
+        best = choose.choose(machine, grid, simulate)[0]
+        count = len(tried)
         every = [option for options in grid.settings.values() for option in options]
-        fitting = {
-            option: roofline.step_seconds(machine.card, simulation)
-            for option, simulation in zip(every, simulate(every), strict=True)
-            if choose.is_possible(machine, simulation)
-        }
-        cells = [f"`{name}`", text]
-        if not candidates:
-            cells += ["nothing fits", "", f"{len(found)} of {len(every)}", str(len(fitting)), "", ""]
-        else:
-            best = candidates[0]
-            fitting.pop(best.option)
-            other = min(fitting, key=fitting.get, default=None)
-            cells += [words_of(best.option), f"{best.seconds:.2f}", f"{len(found)} of {len(every)}", str(len(fitting) + 1)]
-            cells += ["", ""] if other is None else [words_of(other), percent(fitting[other] / best.seconds - 1)]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        print(f"{name} for {text}: {len(times)} simulations, {sum(times):.0f} CPU-seconds", file=sys.stderr, flush=True)
+        fitting = {one.option: one.seconds for one in choose.possible(machine, dict(zip(every, simulate(every), strict=True)))}
+        number = f"{count} of {len(every)} | {len(fitting)}"
+        del fitting[best.option]
+        other = min(fitting, key=fitting.get)
+        share = percent(fitting[other] / best.seconds - 1)
+        print(f"| `{name}` | {text} | {words_of(best.option)} | {best.seconds:.2f} | {number} | {words_of(other)} | {share} |")
 
 
 def words_of(option: "Option") -> str:  # noqa: F821

@@ -129,10 +129,15 @@ def make_model(name: str, folder: Path, is_tiny: bool = False, **sizes: int) -> 
 
     tokenizer = tiny.make_tokenizer(tiny.family_of(name))
     model = meta_model(name, tokenizer, is_tiny, **sizes)
-    for part in (model.config, tokenizer):
+    parts = [model.config, tokenizer]
+    if tiny.has_vision_part(model.config):
+        processor = tiny.make_processor(name, "main", tiny.family_of(name), tokenizer, model.config)
+        processor.image_processor.size = type(processor.image_processor)().size  # not that of a rehearsal
+        parts.append(processor)
+    for part in parts:
         part.save_pretrained(folder)
     # The same values are repeated: to draw billions takes minutes, and no result depends on them.
-    dtype, spread = model.config.dtype, model.config.initializer_range
+    dtype, spread = model.dtype, model.config.get_text_config().initializer_range
     values = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul(spread).to(dtype)
     weight_map, waiting = {}, {}
 
@@ -172,6 +177,8 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     disable_progress_bars()
     source = tiny.DATASETS[name]
     for split, rows in load_dataset(str(source)).items():
+        if "images" in rows.column_names:  # those of a rehearsal are small
+            rows = rows.map(lambda row: {"images": [image.resize((1024, 1024)) for image in row["images"]]})
         longest = None if {"text", "messages"} & set(rows.column_names) else 200  # several columns share the first letters
         letters = sum(len(text[:longest]) for text in tiny.documents())
         repeated = concatenate_datasets([rows] * math.ceil(tokens / (TOKENS_PER_LETTER * letters)))

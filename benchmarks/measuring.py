@@ -152,7 +152,6 @@ def forecast_of(plan: dict[str, Any], device: str) -> dict[str, Any]:
     memory = ("peak_gpu_gb", "peak_host_gb", "tokens_per_step")
     return {name: plan.get(name) for name in memory} | {
         "card": card,
-        "reserved_gb": plan.get("reserved_on_gb", {}).get(card, plan.get("reserved_gb")),
         "tokens_per_second": plan["tokens_per_second"].get(card),
         "step_seconds": plan.get("step_seconds", {}).get(card),
     }

@@ -47,7 +47,6 @@ T_OFFLOAD = (*T_FLAGS, "--activation_checkpointing_kwargs", '{"offload": true}')
 T_R8 = (*LORA, *QV, "--lora_r", "8", "--lora_dropout", "0", *HALF)
 T_R16 = (*LORA, "q_proj", "k_proj", "v_proj", "--lora_r", "16", "--lora_dropout", "0", *HALF)
 T_R64 = (*LORA, *QV, "o_proj", "gate_proj", "up_proj", "down_proj", "--lora_r", "64", "--lora_dropout", "0", *HALF)
-RESERVED = {"P": "expandable_segments:True", "A": "expandable_segments:False"}
 
 
 class Setting(NamedTuple):
@@ -102,7 +101,6 @@ def plan(setting: Setting) -> dict[str, Any]:
         command += ["--per_device_train_batch_size", str(setting.micro_batch), "--gradient_accumulation_steps", "1"]
         command += ["--max_length", str(setting.length), "--model_name_or_path", setting.model, *setting.flags]
         environment = os.environ | {"NPROC_PER_NODE": str(setting.processes), "PYTHON": sys.executable}
-        environment["PYTORCH_ALLOC_CONF"] = RESERVED.get(setting.source, "expandable_segments:True")
         process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(process.stdout)
 
@@ -126,8 +124,7 @@ def error_in_percent(share: float) -> str:
 
 
 def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
-    reserved = planned["reserved_on_gb"][setting.card]
-    gib = (reserved if setting.source in RESERVED else planned["peak_gpu_gb"]) * 1e9 / 2**30
+    gib = planned["peak_gpu_gb"] * 1e9 / 2**30
     tokens = planned["tokens_per_second"][setting.card]
     return [
         setting.source,

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 from conftest import CONFIGS, RECIPES, ROOT, TABLE, slow
+from datasets import load_dataset
 from safetensors.torch import save_file
+from transformers import AutoProcessor
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import inputs
@@ -38,6 +40,14 @@ def test_model_has_its_real_shape(recipe):
     (name,) = re.findall(r'^ *model_name_or_path="(.*?)"', recipe.read_text(), re.MULTILINE)
     tokenizer = tiny_tokenizer(name)
     assert inputs.meta_model(name, tokenizer).num_parameters() == PARAMETERS[name]
+
+
+def test_model_and_rows_with_images(tmp_path):
+    """Of about a megapixel, as in a run: a rehearsal's are small."""
+    inputs.make_model("Qwen/Qwen3.5-4B", tmp_path / "model", is_tiny=True)
+    assert AutoProcessor.from_pretrained(tmp_path / "model").image_processor.size["longest_edge"] > 10**6
+    inputs.make_dataset("davanstrien/iconclass-vlm", None, tmp_path / "rows", 1)
+    assert load_dataset(str(tmp_path / "rows"), split="train[:1]")[0]["images"][0].size == (1024, 1024)
 
 
 def test_every_recipe_is_measured_on_any_number_of_gpus():

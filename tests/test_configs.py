@@ -7,7 +7,6 @@ import os
 from harness import configs
 from harness.compat.accelerate import launch_environment
 from harness.start import launch
-from planner.proposals import config_that_saves_most
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import to_fsdp2_command
 from accelerate.utils import FullyShardedDataParallelPlugin
-from conftest import CONFIGS, ROOT
+from conftest import CONFIGS
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
 WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
@@ -225,11 +224,3 @@ def test_config_that_does_not_exist(tmp_path, error_of):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_the_config(path):
     ClusterConfig.from_yaml_file(yaml_file=str(path))
-
-
-def test_plan_passes_over_other_files(tmp_path):
-    """Proposals come from the configs next to the given one and from the project's own; other YAML files are not read."""
-    (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
-    own = tmp_path / "own.yaml"
-    own.write_text((ROOT / "accelerate_configs/4gpu_ddp.yaml").read_text())
-    assert config_that_saves_most(str(own)) == str(ROOT / "accelerate_configs/4gpu_full_shard.yaml")

@@ -11,7 +11,6 @@ from harness.messages import UserError
 from harness.model.quantized import quantized_folder
 from harness.model.weight_files import check_weights
 from harness.start.preparing import use_commit
-from planner.command import file_sizes
 
 import datasets
 import huggingface_hub
@@ -159,15 +158,6 @@ def test_folder_that_is_not_a_model(hub, tmp_path, error_of):
     assert "no config.json" in error_of(check_model_exists, str(tmp_path), "main")
     assert "folder not found: ./nowhere" in error_of(check_model_exists, "./nowhere", "main")
     assert "not found on the Hub" in error_of(check_model_exists, "a b", "main")
-
-
-def test_file_sizes(hub):
-    folder = hub.root / "models/open/model"
-    folder.mkdir(parents=True)
-    for name, size in {"a.safetensors": 100, "b.safetensors": 20, "config.json": 3}.items():
-        (folder / name).write_bytes(bytes(size))
-    assert file_sizes("model", "open/model", (".safetensors",)) == 120
-    assert file_sizes("model", "open/model", (".gguf",)) is file_sizes("model", "no/model", (".safetensors",)) is None
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "several files"])

@@ -24,8 +24,9 @@ class PlanArguments:
     start: bool = False  # start the run with what was chosen
     tiny: bool = False
     json: bool = False
+    picture: bool = False  # also draw plan.png
     cards: list[CardNumbers] = dataclasses.field(default_factory=list)
-    machine: str = ""  # of --for
+    machine: str | None = None  # of --for
     configs: list[str] = dataclasses.field(default_factory=list)
     flags: list[str] = dataclasses.field(default_factory=list)  # of the recipe
 
@@ -39,7 +40,6 @@ def plan() -> CommandParser:
         "--for",
         dest="machine",
         metavar="MACHINE",
-        type=read_machine_text,
         help='choose the config for this machine: "2x3090,64GB"',
     )
     parser.add_argument(
@@ -50,6 +50,7 @@ def plan() -> CommandParser:
         action="append",
         help="a GPU that is not known: memory, dense 16-bit TFLOPS, memory bandwidth",
     )
+    parser.add_argument("--picture", action="store_true", help="also draw the memory of a step, plan.png (takes longer)")
     add_json(parser)
     return parser
 
@@ -61,15 +62,7 @@ def read_arguments(words: Sequence[str]) -> PlanArguments:
     count = next((number for number, word in enumerate(rest) if not word.endswith(CONFIG_ENDINGS)), len(rest))
     arguments.configs = rest[:count]
     arguments.flags = rest[count:]
-    if arguments.tiny and not arguments.start:
-        raise UserError("--plan is about the full size: leave out --tiny")
     return arguments
-
-
-def read_machine_text(text: str) -> str:
-    if not text.strip():
-        raise UserError('--for needs a machine, for example --for "2x3090,64GB"')
-    return text
 
 
 def read_card(text: str) -> CardNumbers:

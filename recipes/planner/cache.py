@@ -47,15 +47,13 @@ def cache_path(run: Run, words: list[str]) -> Path:
     """The file of a simulation: by recipe, config, flags and the YAML file among them, a local model's config, code, versions."""
     from huggingface_hub.constants import HF_HOME
 
-    named = [Path(word.split("=")[-1]) for word in words]
-    read = [path / "config.json" if path.suffix not in (".yaml", ".yml") else path for path in named]
-    sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    recipe = Path(run.recipe)
-    config = Path(run.config.path)
-    digest = hashlib.sha256(json.dumps([run.processes, run.nodes, bool(run.gpu.no_triton), *words]).encode())
-    for path in (recipe, config, *(path for path in read if path.is_file()), *sources):
-        digest.update(path.read_bytes())
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(importlib.metadata.version(package).encode())
-    return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}.json")
+    files = [Path(run.recipe), Path(run.config.path), *sorted(Path(__file__).resolve().parents[1].rglob("*.py"))]
+    for word in words:
+        path = Path(word.split("=")[-1])
+        files.append(path if path.suffix in (".yaml", ".yml") else path / "config.json")
+    versions = [importlib.metadata.version(package) for package in PACKAGES]
+    digest = hashlib.sha256(json.dumps([run.processes, run.nodes, bool(run.gpu.no_triton), *words, *versions]).encode())
+    for path in files:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return Path(HF_HOME, "plans", f"{files[0].stem}-{files[1].stem}-{digest.hexdigest()[:16]}.json")

@@ -7,8 +7,9 @@ from harness.messages import UserError
 
 GB = 1e9
 # Seconds in which a host starts a kernel, with the modules, autograd and autocast around it (measured on two servers with an
-# H100, see docs/measurements.md).
+# H100, see docs/measurements.md), and without autograd, when texts are generated (17 to 19 µs on a server with an H200).
 LAUNCH = 26e-6
+LAUNCH_GENERATING = 18e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,6 @@ class Card:
     nvlink: float | None = None  # bytes/s to another GPU over NVLink: 70 % of what the links have; assumed
     has_nvlink: bool = False  # whether the GPUs of a node are connected by it
     bf16: bool = True
-    launch: float = LAUNCH
 
     @property
     def link(self) -> float:
@@ -64,9 +64,6 @@ CARDS = (
 
 def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_second: float) -> Card:
     """The card of --card: it connects over PCIe, and its float32 rate is a sixteenth, as on an A100."""
-    known = next((card.name for card in CARDS if plain_name(card.name) == plain_name(name)), None)
-    if known:
-        raise UserError(f"--card: {known} is known already: leave out the flag, or give the card another name")
     return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, PCIE_4)
 
 
@@ -77,15 +74,9 @@ def find_card(name: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
     """
     wanted = plain_name(name)
     known = sorted(all_cards, key=lambda card: card.memory)
-    beginning = None
-    for card in known:
-        plain = plain_name(card.name)
-        if plain == wanted:
-            return card
-        if wanted and plain.startswith(wanted) and not beginning:
-            beginning = card
-    if beginning:
-        return beginning
+    found = [card for card in known if plain_name(card.name).startswith(wanted)] if wanted else []
+    if found:
+        return next((card for card in found if plain_name(card.name) == wanted), found[0])
     raise UserError(
         f"{name} is not a known GPU, expected one of {', '.join(card.name for card in known)}, or describe it: "
         f"--card {name.strip().replace(' ', '')}=48,155,768 (GB, TFLOPS, GB/s)"
@@ -110,14 +101,3 @@ def card_of_gpu(name: str, memory: float, has_bf16: bool, all_cards: tuple[Card,
         return max(found, key=lambda pair: pair[0])[1]
     slower = find_card("3090" if has_bf16 else "T4")
     return dataclasses.replace(slower, name=name.removeprefix("NVIDIA "), memory=0.985 * memory)
-
-
-def describe_unknown(card: Card, all_cards: tuple[Card, ...] = CARDS) -> str:
-    """What is assumed of a card of this machine that is not known; "" of others."""
-    if card.name in {known.name for known in all_cards}:
-        return ""
-    other = "an RTX 3090" if card.bf16 else "a T4"
-    return (
-        f"{card.name} is not known to --plan: its memory is what nvidia-smi reports, its speed that of {other}. "
-        f"Its own numbers: --card {plain_name(card.name)}=GB,TFLOPS,GB/s"
-    )

@@ -81,17 +81,14 @@ def on_machine(machine: Machine, simulation: Simulation) -> dict[str, Any]:
     """Time on the machine itself; "hours" is None if the number of steps is not known."""
     card = machine.card
     seconds = roofline.step_seconds(card, simulation)
-    slower = roofline.step_seconds(roofline.with_slower_host(card), simulation)
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
     return {
         "machine": machine.name,
         "gpu": card.name,
         "on_machine": {
-            "kernel_seconds": card.launch,
             "step_seconds": round(seconds, 3),
             "generating_seconds": round(roofline.generating_seconds(card, simulation), 3),
             "tokens_per_second": round(tokens / seconds),
-            "tokens_per_second_with_slower_host": round(tokens / slower),
             "hours": round(simulation.max_steps * seconds / 3600, 6) if simulation.max_steps > 0 else None,
             "has_disk": memory.disk_space(simulation) <= machine.disk,
             "signal_seconds": signal_seconds(seconds),

@@ -50,6 +50,8 @@ class Mode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs and getattr(kwargs.get("device"), "index", None) is not None:
             kwargs = {**kwargs, "device": torch.device(kwargs["device"].type)}
+        if func is torch.ops.aten.nonzero.default:  # it selects everything, as a boolean mask does
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
         if self.keeps_values:
             tensors = tensors_in((*args, *(kwargs or {}).values()))
             if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):

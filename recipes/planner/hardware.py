@@ -1,6 +1,5 @@
 """What this machine has: its GPUs, from nvidia-smi, and its host memory. Without torch."""
 
-import math
 import os
 import subprocess
 from pathlib import Path
@@ -39,23 +38,14 @@ def ask_nvidia_smi(*options: str) -> str:
         return ""
 
 
-def host_memory() -> float:
-    """Bytes of host memory, or those that a container or a SLURM job may use."""
+def host_memory(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes of host memory, or those that a container or a SLURM job may use (cgroups(7), version 2)."""
     import psutil
 
-    return min(psutil.virtual_memory().total, memory_limit())
-
-
-def memory_limit(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """The smallest memory limit of this process's control groups, in bytes; infinity without one. Source: cgroups(7)."""
-    limits = [math.inf]
-    for line in process.read_text("utf-8").splitlines() if process.is_file() else []:
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):  # "": version 2, with all controllers
-            continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        own = top / group.lstrip("/")
-        for folder in (own, *own.parents):
-            text = (folder / name).read_text("utf-8").strip() if (folder / name).is_file() else ""
-            limits.append(int(text) if text.isdecimal() else math.inf)
+    limits = [psutil.virtual_memory().total]
+    group = Path("/proc/self/cgroup").read_text("utf-8").rpartition("::")[2].strip()
+    own = root / group.lstrip("/")
+    for file in (own / "memory.max", *(folder / "memory.max" for folder in own.parents)):
+        if file.is_file() and (text := file.read_text("utf-8").strip()).isdecimal():
+            limits.append(int(text))
     return min(limits)

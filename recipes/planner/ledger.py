@@ -22,7 +22,8 @@ with expected_names():
 VARLEN = torch.ops.torch_attn._varlen_attn
 VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
 BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
-WORKSPACE = 32 * 2**20  # bytes of cuBLAS on Hopper, for each thread that multiplies; 8 MiB on GPUs before it
+FOUND_LATER = ("activations", "loss", "rest", "gathered", "gradients")  # holders of what FSDP gathers or reduces, at first
+LARGER = 16  # times as large a micro-batch, in `Ledger.highest`
 # Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
 COLLECTIVES = {
     "_allgather_base_": "gathered",
@@ -42,7 +43,6 @@ class Storage:
     size: int  # bytes
     place: str  # "gpu" or "host"
     holder: str  # what it is for: weights, gathered, gradients, optimizer, activations, loss, rest
-    stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
     is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
     is_unwritten: bool = False  # in a fused layer: computed within a kernel, and not written to memory so far
     is_product: bool = False  # the output of a matrix product or of attention
@@ -58,6 +58,14 @@ class Event(NamedTuple):
     place: str
     change: int  # bytes, rounded up to BLOCK
     asked: int  # bytes of the storage from now on, before they are rounded up
+
+
+class Held(NamedTuple):
+    """Bytes by holder after an allocation."""
+
+    moment: str
+    place: str
+    by_holder: dict[str, int]
 
 
 @dataclasses.dataclass
@@ -155,11 +163,9 @@ class Ledger(TorchDispatchMode):
         """Sets what the tensors of one of FSDP's own operators are for: gathered weights, or gradients to reduce."""
         for tensor in tensors:
             self.see(tensor)
-            if self.holder_of(tensor) != "weights":
-                entry = self._storages[tensor.untyped_storage()]
+            entry = self._storages[tensor.untyped_storage()]
+            if entry.holder in FOUND_LATER:
                 entry.holder = "gradients" if "chunk_cat" in name else "gathered"
-                if "all_gather_copy_in" in name:
-                    entry.stream = "all-gather"
 
     def _count(self, func: Any, args: tuple, kwargs: dict, result: Any, tensors: list[torch.Tensor]) -> None:
         """Counts the bytes of a collective, and the FLOPs or the touched bytes of an operator."""
@@ -312,67 +318,79 @@ class Ledger(TorchDispatchMode):
         if storage in self._storages:
             self._record(self._storages[storage], storage.nbytes())
 
-    def timeline(self, place: str = "gpu") -> Iterator[tuple[str, int, collections.Counter]]:
-        """Yields (moment, bytes, bytes by holder) after every event; the counter is the same object each time."""
-        held = collections.Counter()
-        total = 0
-        for moment, entry, where, change, _ in self.events:
-            if where == place:
-                held[entry.holder] += change
-                total += change
-                yield moment, total, held
+    def highest(self, start: int = 0) -> dict[tuple, Held]:
+        """What is held after the largest allocation of each kind, of the events from `start` on.
 
-    def sizes(self) -> Iterator[tuple[Storage, str, int]]:
-        """Yields (storage, its stream, its bytes on the GPU from now on), in order; 0 bytes when it is freed.
-
-        Also the workspaces of cuBLAS, which no peak has: a thread of autograd's runs the backward pass.
+        A kind: the part of a moment without another one in between (such as the backward pass of one micro-batch), place, holder
+        and bytes. Of each two, which can be the same: the largest one, and the one that would be with a much larger micro-batch.
         """
-        sizes = collections.Counter()
-        threads = {"forward", "backward"}
-        for moment, entry, place, change, _ in self.events:
-            if moment in threads:
-                threads.remove(moment)
-                yield Storage(WORKSPACE, "gpu", "rest"), "", WORKSPACE
-            if place == "gpu":
-                sizes[entry] += change
-                yield entry, entry.stream, sizes[entry]
+        found: dict[tuple, Held] = {}
+        sizes: dict[tuple, int] = {}
+        held: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        part = 0
+        moment = ""
+        for number, event in enumerate(self.events):
+            holders = held[event.place]
+            holders[event.storage.holder] += event.change
+            if number < start or event.change < 0:
+                continue
+            part += event.moment != moment
+            moment = event.moment
+            size = sum(holders.values())
+            for more in (0, LARGER * growing_bytes(holders)):
+                kind = (part, event.place, event.storage.holder, event.asked, bool(more))
+                if size + more > sizes.get(kind, -1):
+                    sizes[kind] = size + more
+                    found[kind] = Held(moment, event.place, dict(holders))
+        return found
 
     def peaks(self, place: str = "gpu") -> dict[str, Peak]:
         """The peak of every moment."""
-        peaks = {}
-        for moment, total, held in self.timeline(place):
-            if moment not in peaks or total > peaks[moment].bytes:
-                peaks[moment] = Peak(total, dict(held))
-        return peaks
+        return peaks_of(self.highest().values(), place)
 
     def curve(self, points: int = 1500) -> list[tuple[str, dict[str, int]]]:
-        """(moment, bytes by holder) over the simulation, the largest of each of at most `points` stretches."""
-        stretch = max(1, sum(1 for _ in self.timeline()) // points)
-        curve = []
-        largest = None
-        top = -1
-        for number, (moment, total, held) in enumerate(self.timeline()):
-            if total > top:
-                top = total
-                largest = (moment, dict(held))
-            if number % stretch == stretch - 1:
-                curve.append(largest)
-                top = -1
-                largest = None
-        return curve + ([largest] if largest else [])
+        """(moment, bytes by holder) on the GPU over the simulation, the largest of each of at most `points` stretches."""
+        length = len(self.events) // points + 1
+        largest: dict[int, tuple[str, dict[str, int]]] = {}
+        tops: collections.Counter = collections.Counter()
+        held: collections.Counter = collections.Counter()
+        for number, event in enumerate(self.events):
+            if event.place == "gpu":
+                held[event.storage.holder] += event.change
+                stretch = number // length
+                if sum(held.values()) > tops[stretch]:
+                    tops[stretch] = sum(held.values())
+                    largest[stretch] = event.moment, dict(held)
+        return list(largest.values())
 
-    def hull(self) -> list[tuple[int, int]]:
-        """(bytes that do not grow with the micro-batch, bytes that do), for the moments that can be the largest."""
-        pairs = set()
-        for moment, total, held in self.timeline():
-            if moment not in ("load", "first step"):
-                growing = held["activations"] + held["loss"]
-                pairs.add((total - growing, growing))
-        hull = []
-        for fixed, growing in sorted(pairs, reverse=True):
-            if not hull or growing > hull[-1][1]:
-                hull.append((fixed, growing))
-        return hull
+
+def growing_bytes(by_holder: dict[str, int]) -> int:
+    """Bytes that grow with the micro-batch."""
+    return by_holder.get("activations", 0) + by_holder.get("loss", 0)
+
+
+def peaks_of(found: Iterable[Held], place: str) -> dict[str, Peak]:
+    """The peak of every moment."""
+    peaks: dict[str, Peak] = {}
+    for held in found:
+        size = sum(held.by_holder.values())
+        if held.place == place and (held.moment not in peaks or size > peaks[held.moment].bytes):
+            peaks[held.moment] = Peak(size, held.by_holder)
+    return peaks
+
+
+def hull_of(found: Iterable[Held]) -> list[tuple[int, int]]:
+    """(bytes that do not grow with the micro-batch, bytes that do) on the GPU, for the moments that can be the largest."""
+    pairs = set()
+    for held in found:
+        if held.place == "gpu" and held.moment not in ("load", "first step"):
+            growing = growing_bytes(held.by_holder)
+            pairs.add((sum(held.by_holder.values()) - growing, growing))
+    hull: list[tuple[int, int]] = []
+    for fixed, growing in sorted(pairs, reverse=True):
+        if not hull or growing > hull[-1][1]:
+            hull.append((fixed, growing))
+    return hull
 
 
 @changes("torch:UntypedStorage.resize_")
@@ -409,33 +427,6 @@ def squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
 def rounded_up(size: int) -> int:
     """Bytes of the blocks that CUDA's allocator hands out."""
     return -(-size // BLOCK) * BLOCK
-
-
-def in_order(events: list[Event], start: int = 0) -> list[Event]:
-    """The events from `start` on, with storages that are freed one after the other by what they are, the oldest first.
-
-    Their order changes nothing, and is not always the same: autocast frees the casts of weights by their addresses.
-    """
-    ordered: list[Event] = []  # also those before `start`
-    freed: list[Event] = []
-    last: dict[Storage, tuple] = {}  # for each storage, its last change that did not free it
-    sizes: collections.Counter = collections.Counter()
-
-    def by_kind(event: Event) -> tuple:
-        return last[event.storage]
-
-    for number, event in enumerate(events):
-        sizes[event.storage] += event.change
-        size = sizes[event.storage]
-        if freed and (size or event.moment != freed[0].moment or number == start):
-            ordered += sorted(freed, key=by_kind)
-            freed = []
-        if size:
-            last[event.storage] = event.moment, event.place, event.storage.holder, size, number
-            ordered.append(event)
-        else:
-            freed.append(event)
-    return (ordered + sorted(freed, key=by_kind))[start:]
 
 
 def tensors_in(values: Iterable) -> list[torch.Tensor]:

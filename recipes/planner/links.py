@@ -12,12 +12,8 @@ def has_fast_nvlink(card: Card) -> bool:
     return card.link > 100e9
 
 
-def with_nvlink(card: Card) -> Card:
-    return dataclasses.replace(card, has_nvlink=True)
-
-
-def with_pcie(card: Card) -> Card:
-    return dataclasses.replace(card, has_nvlink=False)
+def with_links(card: Card, has_nvlink: bool) -> Card:
+    return dataclasses.replace(card, has_nvlink=has_nvlink)
 
 
 def are_linked(topology: str, gpus: list[int]) -> bool | None:

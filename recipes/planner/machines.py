@@ -4,21 +4,25 @@ import dataclasses
 import math
 import re
 import shutil
-import sys
 from typing import NamedTuple
 
 from harness.messages import UserError
 from planner import cards, links, memory
 from planner.cards import CARDS, GB, Card
 from planner.hardware import Gpu, ask_nvidia_smi, host_memory
+from planner.pages import print_progress
 from planner.simulation import Refused, Simulation
 
 # What stays free on top of the reserve, because forecasts can be too low (benchmarks/README.md): shares of what there is.
 GPU_MARGIN = 0.10
 HOST_MARGIN = 0.05
+MACHINE = (
+    r"(?:(?P<nodes>[1-9]\d*)\s*x\s*)?(?P<gpus>[1-9]\d*)\s*x\s*(?P<card>[^,;]+?)\s*"
+    r"(?P<rest>(?:,\s*(?:(?:no )?nvlink|\d+(?:\.\d+)?\s*gb(?:\s*disk)?)\s*)*)"
+)
 MACHINE_FORMAT = (
-    'expected one machine: a number of GPUs and their name, for example --for "2x3090,64GB", and before them the number of nodes '
-    "if there are several, --for 2x4xA100"
+    'expected the number of GPUs and their name, then host memory, "500GB disk", nvlink or "no nvlink", for example --for '
+    '"2x3090,64GB"; before them the number of nodes if there are several, --for 2x4xA100'
 )
 
 
@@ -35,54 +39,45 @@ class Machine(NamedTuple):
 
 def read_machine(text: str, all_cards: tuple[Card, ...] = CARDS) -> Machine:
     """The machine of --for. Raises UserError if it is misspelt or has an unknown GPU."""
-    match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^,;]+?)\s*((?:,[^,;]*)*)", text, re.IGNORECASE)
-    if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
+    match = re.fullmatch(MACHINE, text.strip(), re.IGNORECASE)
+    if not match:
         raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
-    machine = Machine(" ".join(text.split()), int(match[2]), cards.find_card(match[3], all_cards), nodes=int(match[1] or 1))
-    for part in match[4].split(","):
-        word = part.strip().lower()
-        if not word:
-            continue
-        if word == "no nvlink":
-            machine = machine._replace(card=links.with_pcie(machine.card))
-        elif word == "nvlink":
-            check_nvlink(machine.card)
-            machine = machine._replace(card=links.with_nvlink(machine.card))
-        elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
-            machine = machine._replace(host=float(size[1]) * GB)
-        elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb\s*disk", word):
-            machine = machine._replace(disk=float(size[1]) * GB)
-        else:
-            raise UserError(
-                f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
-            )
-    return machine
+    card = cards.find_card(match["card"], all_cards)
+    sizes = {"host": math.inf, "disk": math.inf}
+    for size, is_disk in re.findall(r"([\d.]+)\s*gb\s*(disk)?", match["rest"], re.IGNORECASE):
+        sizes["disk" if is_disk else "host"] = float(size) * GB
+    if "no nvlink" in match["rest"].lower():
+        card = links.with_links(card, has_nvlink=False)
+    elif "nvlink" in match["rest"].lower():
+        if not card.nvlink:  # otherwise it would be planned with PCIe without a word
+            raise UserError(f"--for: no rate of NVLink is known for {card.name}: leave out nvlink")
+        card = links.with_links(card, has_nvlink=True)
+    return Machine(" ".join(text.split()), int(match["gpus"]), card, **sizes, nodes=int(match["nodes"] or 1))
 
 
-def check_nvlink(card: Card) -> None:
-    """Raises UserError unless the rate of the card's NVLink is known."""
-    if card.nvlink:
-        return
-    if card in CARDS:
-        raise UserError(f"--for: {card.name} has no NVLink that this project knows: leave out nvlink")
-    raise UserError(f"--for: {card.name} is planned with PCIe, because --card has no rate of NVLink: leave out nvlink")
-
-
-def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS, launch: float | None = None) -> Machine:
-    """The machine with these GPUs. `launch`: see `Card`, None if it was not measured."""
+def card_of(gpus: list[Gpu], all_cards: tuple[Card, ...]) -> Card:
+    """The card of the smallest of these GPUs; prints what is assumed of one that is not known."""
     smallest = min(gpus)
     card = cards.card_of_gpu(smallest.name, smallest.memory, smallest.capability >= 8, all_cards)
-    if unknown := cards.describe_unknown(card, all_cards):
-        print(unknown, file=sys.stderr, flush=True)
-    if launch:
-        card = dataclasses.replace(card, launch=launch)
+    if card not in all_cards:
+        other = "an RTX 3090" if card.bf16 else "a T4"
+        print_progress(
+            f"{card.name} is not known to --plan: its memory is what nvidia-smi reports, its speed that of {other}. "
+            "Its own numbers: --card NAME=GB,TFLOPS,GB/s"
+        )
+    return card
+
+
+def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS) -> Machine:
+    """The machine with these GPUs."""
+    card = card_of(gpus, all_cards)
     are_linked = links.are_linked(ask_nvidia_smi("topo", "-m"), [gpu.index for gpu in gpus])
     if are_linked is False:
-        card = links.with_pcie(card)
+        card = links.with_links(card, has_nvlink=False)
     elif are_linked and card.nvlink:
-        card = links.with_nvlink(card)
+        card = links.with_links(card, has_nvlink=True)
     elif are_linked:
-        print(f"The GPUs have NVLink, whose rate is not known for {card.name}: planned with PCIe.", file=sys.stderr, flush=True)
+        print_progress(f"The GPUs have NVLink, whose rate is not known for {card.name}: planned with PCIe.")
     return Machine(f"{len(gpus)}x{card.name}", len(gpus), card, host_memory(), shutil.disk_usage(".").free)
 
 

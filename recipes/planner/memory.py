@@ -1,6 +1,7 @@
 """The memory of a run: what must stay free on a GPU next to the peak, on which cards it fits, host memory and disk."""
 
-from harness.configs import AccelerateConfig
+from pathlib import Path
+
 from planner.cards import Card
 from planner.links import has_fast_nvlink
 from planner.simulation import Simulation
@@ -13,13 +14,12 @@ NCCL_BUFFERS = 0.5e9  # of a communicator over PCIe; assumed
 # With NVLink: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
 NVLINK_BUFFERS_OF_TWO = 0.57e9
 NVLINK_BUFFERS = 0.72e9  # of more than two GPUs
-FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
+FRAGMENTATION = 0.05  # of the peak: the allocator's pages, cuBLAS workspaces
 
 
 def reserve(simulation: Simulation, peak: float, card: Card | None = None) -> float:
     """Bytes that must stay free on top of the peak (of `card`, or of any)."""
-    fragmentation = max(FRAGMENTATION, simulation.needed / simulation.peak.bytes - 1)
-    return CUDA_CONTEXT + nccl_buffers(simulation, card) + fragmentation * peak
+    return CUDA_CONTEXT + nccl_buffers(simulation, card) + FRAGMENTATION * peak
 
 
 def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
@@ -37,12 +37,6 @@ def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
     return total
 
 
-def reserved_on(card: Card, simulation: Simulation) -> float:
-    """Bytes that PyTorch's allocator reserves at most. Where a card has no memory for more, it gives back what is free."""
-    limit = card.memory - CUDA_CONTEXT - nccl_buffers(simulation, card)
-    return min(simulation.reserved, max(simulation.needed, limit))
-
-
 def fits(card: Card, simulation: Simulation, peak: float) -> bool:
     return peak + reserve(simulation, peak, card) <= card.memory and (card.bf16 or not simulation.needs_bf16)
 
@@ -54,23 +48,6 @@ def largest_micro_batch(card: Card, simulation: Simulation) -> int:
         if not fits(card, simulation, peak):
             return rows - 1
     return MOST_ROWS
-
-
-def least_bytes(simulation: Simulation, config: AccelerateConfig, processes: int) -> float:
-    """The least that weights, gradients and the optimizer's states can take on a GPU with a config: bytes, from the number of
-    parameters, which a simulation with any other config has found. All of them are counted in 16 bits, or in 4.
-    """
-    in_4bit = simulation.bytes_in_4bit
-    weights = in_4bit + 2 * (simulation.parameters - 2 * in_4bit)
-    gradients = 2 * simulation.trained
-    states = min(4 * simulation.trained, simulation.optimizer * simulation.shards)
-    shards = 1
-    if config.is_fsdp:
-        shards = config.shards if config.is_hybrid else processes
-    kept = 0 if config.offload_params else (weights + states) / shards
-    if config.is_fsdp and not config.reshard_after_forward:
-        return kept + weights  # unsharded between forward and backward
-    return kept + (0 if config.offload_params else gradients / shards)
 
 
 def needed_host_memory(simulation: Simulation) -> float:
@@ -88,7 +65,9 @@ def needed_host_memory(simulation: Simulation) -> float:
 
 
 def disk_space(simulation: Simulation) -> float:
-    """Bytes: the download, the 4-bit copy made of it, two checkpoints with weights in float32, and the model."""
+    """Bytes: the downloaded weights, the 4-bit copy made of them, two checkpoints with weights in float32, and the model."""
+    published = simulation.parameters * simulation.hub_bytes
+    download = 0 if Path(simulation.model).is_dir() else published
     checkpoint = 4 * simulation.trained + simulation.optimizer * simulation.shards
-    model = 4 * simulation.trained if simulation.is_adapter else simulation.parameters * simulation.hub_bytes
-    return simulation.download + simulation.quantized + 2 * checkpoint + model
+    model = 4 * simulation.trained if simulation.is_adapter else published
+    return download + simulation.quantized + 2 * checkpoint + model

@@ -15,9 +15,11 @@ from harness.signals import exit_with_parent
 def start_server() -> str:
     """How processes are started. Set what the libraries read when they are imported before.
 
-    huggingface_hub tells the Hub about every trainer from a thread, and a simulation forks, which a second thread forbids.
+    A simulation forks, and a child waits for threads that it does not have: huggingface_hub tells the Hub about every trainer
+    from one, and OpenMP would start some for a large tensor.
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["planner.simulation"])
     return "forkserver"
 
@@ -25,11 +27,11 @@ def start_server() -> str:
 class Process:
     """A process that runs a function once."""
 
-    def __init__(self, method: str, function: Callable, *args: Any, environment: dict[str, str] | None = None) -> None:
-        """Starts it, with this process's environment variables and those of `environment`."""
+    def __init__(self, method: str, function: Callable, *args: Any) -> None:
+        """Starts it, with this process's environment variables."""
         context = multiprocessing.get_context(method)
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_send_result, args=(sender, {**os.environ, **(environment or {})}, function, args))
+        self.process = context.Process(target=_send_result, args=(sender, dict(os.environ), function, args))
         self.process.start()
         sender.close()
 

@@ -8,7 +8,7 @@ compute. With offload, what the GPU waits for is added: the work of the host, an
 
 import dataclasses
 
-from planner.cards import Card
+from planner.cards import LAUNCH, LAUNCH_GENERATING, Card
 from planner.simulation import Simulation
 
 PRODUCT_RATE = 0.6  # share of the card's FLOP/s; assumed
@@ -30,23 +30,14 @@ def step_seconds(card: Card, simulation: Simulation) -> float:
 def generating_seconds(card: Card, simulation: Simulation) -> float:
     """Seconds in which texts are generated for a step, one token of each after the other; without the pass over the prompts."""
     tokens = simulation.generations * simulation.completion
-    return tokens * training_seconds(card, dataclasses.replace(simulation, step=simulation.token, trained_here=0))
+    token = dataclasses.replace(simulation, step=simulation.token, trained_here=0)
+    return tokens * training_seconds(card, token, LAUNCH_GENERATING)
 
 
-def training_seconds(card: Card, simulation: Simulation) -> float:
-    """Seconds of the forward and backward passes of a step, and of the optimizer."""
+def training_seconds(card: Card, simulation: Simulation, launch: float = LAUNCH) -> float:
+    """Seconds of the forward and backward passes of a step, and of the optimizer. `launch`: of a kernel, by the host."""
     transfers, waiting = transfer_seconds(card, simulation)
-    return max(compute_seconds(card, simulation), transfers, host_seconds(card, simulation)) + waiting
-
-
-def host_seconds(card: Card, simulation: Simulation) -> float:
-    """Seconds in which the host of the card starts the kernels of a step."""
-    return simulation.step.launches * card.launch
-
-
-def with_slower_host(card: Card) -> Card:
-    """The card in a host that takes twice as long to start a kernel."""
-    return dataclasses.replace(card, launch=2 * card.launch)
+    return max(compute_seconds(card, simulation), transfers, simulation.step.launches * launch) + waiting
 
 
 def compute_seconds(card: Card, simulation: Simulation) -> float:

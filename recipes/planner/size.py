@@ -15,7 +15,7 @@ from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, AutoTokenizer, TrainingArguments
 from trl import ModelConfig
 
-PLANNED = "planned.json"  # next to the config.json: the names of the model and the datasets that a plan is about
+PLANNED = "planned.json"  # next to the config.json: the name of the model that a plan is about
 # For a plan of a model whose family is not known, any tokenizer will do; without a chat template, any that names the roles.
 ANY_FAMILY = {"tokenizer_file": "gpt2", "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}}
 ANY_TEMPLATE = "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '\n' }}{% endfor %}"
@@ -47,9 +47,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
         processor.save_pretrained(folder)
     elif data.formats == ("images",):
         raise UserError(f"--model_name_or_path: {name} reads no images: pass a model that does, or use a recipe for texts")
-    datasets = [source.name for source in data.sources if source.name]
-    planned = {"model": name, "datasets": datasets, "streaming": data.streaming}
-    write_json(folder / PLANNED, planned)
+    write_json(folder / PLANNED, {"model": name})
     tiny.use_model(training_args, model_args, folder)
 
     sources = data.with_each(eval_rows_of_run=data.max_eval_samples).sources

@@ -91,12 +91,18 @@ def run_real(method: str, run: Run, flags: list[str], port: int) -> int:
     """Calls `measure_peak` in all processes of the config; returns the peak of the first one."""
     started = []
     for rank in range(run.processes):
-        ranks = {}
         if run.processes > 1:
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.processes}
-            ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {name: str(value) for name, value in ranks.items()}
-        started.append(processes.Process(method, measure_peak, run, flags, environment=environment))
+            ranks = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": run.processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            os.environ.update({name: str(value) for name, value in ranks.items()})
+        started.append(processes.Process(method, measure_peak, run, flags))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
     ends = [process.wait() for process in started]
     if any(code for code, _ in ends):
         raise RuntimeError(f"the run on real tensors failed with exit codes {[code for code, _ in ends]}")

@@ -2,23 +2,18 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 from planner import cards, links, memory, pages, proposals, roofline, summary
 from planner.ledger import Counts, Peak
-from planner.simulation import Refused, Simulation
+from planner.simulation import Simulation
 
 import pytest
-from conftest import ROOT
 
 CARDS = {card.name: card for card in cards.CARDS}
-CONFIGS = ROOT / "accelerate_configs"
 FOUND = Simulation(
     recipe="any",
     config="any",
     model="any",
-    datasets=["any"],
-    is_streamed=False,
     processes=4,
     nodes=1,
     shards=4,
@@ -31,19 +26,15 @@ FOUND = Simulation(
     quantized=0,
     is_adapter=False,
     hub_bytes=2,
-    download=2 * 10**9,
     needs_bf16=True,
     is_offloaded=False,
     copies=4,
     tokens=2048,
     micro_batch=2,
     has_global_batch_flag=False,
-    has_checkpointing=True,
-    max_length=1024,
     accumulation=2,
     max_steps=1000,
     epochs=3.0,
-    expected={},
     peaks={"forward": Peak(20 * 10**9, {"weights": 8 * 10**9, "activations": 12 * 10**9})},
     host_peaks={"load": Peak(4 * 10**9, {})},
     hull=[(8 * 10**9, 12 * 10**9)],
@@ -60,10 +51,6 @@ def moving(**moved: float) -> Counts:
     return dataclasses.replace(FOUND.step, moved=moved)
 
 
-def needing(gigabytes: float, **changes) -> Simulation:
-    return found_with(peaks={"forward": Peak(gigabytes * 1e9, {})}, **changes)
-
-
 def test_card_must_hold_peak_and_reserve():
     plan = summary.make_plan(FOUND)
     assert plan["peak_gpu_gb"] == 20.0 and plan["reserve_gb"] == pytest.approx(2.0)
@@ -71,19 +58,6 @@ def test_card_must_hold_peak_and_reserve():
     assert plan["largest_micro_batch"]["RTX 3090"] == 2 and plan["largest_micro_batch"]["A100 80 GB"] == 11
     assert "T4" not in plan["tokens_per_second"], "a T4 has no bf16"
     assert summary.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
-
-
-def test_reserve_holds_what_the_allocator_needs():
-    plan = summary.make_plan(found_with(needed=22 * 10**9, reserved=25 * 10**9))
-    assert plan["reserve_gb"] == pytest.approx(1.0 + 2.0) and plan["reserved_gb"] == 25.0
-    assert (plan["largest_micro_batch"]["H200"], summary.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
-
-
-def test_reserved_memory_is_at_most_what_the_card_has():
-    """On an RTX 3090 25.4 GB without CUDA's context and NCCL's buffers; but never less than is needed."""
-    simulation = found_with(needed=22 * 10**9, reserved=27 * 10**9)
-    on_cards = summary.make_plan(simulation)["reserved_on_gb"]
-    assert (on_cards["RTX 3090"], on_cards["A100 80 GB"], on_cards["T4"]) == (24.4, 27.0, 22.0)
 
 
 @pytest.mark.parametrize(
@@ -102,34 +76,21 @@ def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, ex
     assert memory.nccl_buffers(simulation, CARDS[card]) == pytest.approx(expected * cards.GB)
     rest = memory.CUDA_CONTEXT + memory.FRAGMENTATION * 20e9
     assert memory.reserve(simulation, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
-    with_pcie = links.with_pcie(CARDS[card])
+    with_pcie = links.with_links(CARDS[card], has_nvlink=False)
     assert memory.nccl_buffers(simulation, with_pcie) <= memory.nccl_buffers(simulation, CARDS[card])
 
 
-def test_step_takes_as_long_as_its_host():
-    """A host starts kernels at a rate of its own; the slower of GPU and host counts."""
-    card = dataclasses.replace(CARDS["H100 80 GB"], launch=10e-6)
+def test_step_takes_as_long_as_its_host(capsys):
+    """A host starts a kernel in 26 µs, in 18 µs if it generates; the slower of GPU and host counts."""
+    card = CARDS["H100 80 GB"]
     few, many = (found_with(step=dataclasses.replace(FOUND.step, launches=count)) for count in (1_000, 200_000))
-    alone = roofline.step_seconds(card, FOUND)
-    assert roofline.step_seconds(card, few) == alone < 2.0
-    assert roofline.step_seconds(card, many) == pytest.approx(2.0)
-    assert roofline.step_seconds(roofline.with_slower_host(card), many) == pytest.approx(4.0)
-
-
-def test_host_of_a_plan(capsys):
-    """A kernel takes 26 µs, and twice as long on a slower host, which is printed of the cards that wait for it."""
-    few, many = (found_with(step=dataclasses.replace(FOUND.step, launches=count)) for count in (1_000, 200_000))
-    plan = summary.make_plan(many)
-    assert plan["kernel_seconds"] == 26e-6 and plan["host_seconds"] == 5.2
-    assert plan["tokens_per_second"]["H100 80 GB"] == round(16384 / 5.2)
-    assert plan["tokens_per_second_with_slower_host"]["H100 80 GB"] == round(16384 / 10.4)
-    pages.print_plan(plan, {"H100 80 GB"})
-    printed = capsys.readouterr().out
-    assert "3,151" in printed and "1,575" in printed and "26 µs" in printed and "The host can be slower than" in printed
-    plan = summary.make_plan(few)
-    assert plan["tokens_per_second_with_slower_host"] == plan["tokens_per_second"]
-    pages.print_plan(plan, {"H100 80 GB"})
-    assert "The host can be slower than" not in capsys.readouterr().out
+    assert roofline.step_seconds(card, few) == roofline.step_seconds(card, FOUND) < 2.0
+    assert roofline.step_seconds(card, many) == pytest.approx(5.2)
+    generating = found_with(completion=100, generations=1, token=Counts({}, {}, 0, launches=10_000))
+    assert roofline.generating_seconds(card, generating) == pytest.approx(18)
+    for simulation, waits in ((few, False), (many, True)):
+        pages.print_plan(summary.make_plan(simulation), {"H100 80 GB"})
+        assert ("would wait for the host" in capsys.readouterr().out) is waits
 
 
 def test_cards_have_the_numbers_of_data_sheets():
@@ -145,7 +106,7 @@ def test_cards_have_the_numbers_of_data_sheets():
     assert CARDS["H200"].half == CARDS["H100 80 GB"].half == 989e12
 
 
-def test_card_of_the_user(error_of):
+def test_card_of_the_user():
     """It comes first, with the memory and the speed that were given."""
     card = cards.card_of_user("A4000", 24.2, 155, 768)
     plan = summary.make_plan(FOUND, all_cards=(card, *cards.CARDS))
@@ -153,8 +114,6 @@ def test_card_of_the_user(error_of):
     assert plan["fits"]["A4000"] and plan["free_gb"]["A4000"] == pytest.approx(24.2 - 20 - 2.0)
     assert not summary.make_plan(FOUND, all_cards=(cards.card_of_user("A4000", 21.9, 155, 768),))["fits"]["A4000"]
     assert plan["step_seconds"]["A4000"] == pytest.approx(312 / 155 / 0.60, abs=0.001)
-    for name in ("A100 80 GB", "a100-80gb"):
-        assert "A100 80 GB is known already" in error_of(cards.card_of_user, name, 80, 312, 2000)
 
 
 def test_transfers_overlap_with_compute():
@@ -191,7 +150,7 @@ def test_hours():
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(2.52, "2.5 s"), (59, "59 s"), (90, "1.5 min"), (3599, "60 min"), (3600, "1.0 h"), (360_000, "100 h")],
+    [(2.52, "2.5 s"), (59, "59.0 s"), (90, "1.5 min"), (3600, "1.0 h"), (3_600_000, "1,000.0 h")],
 )
 def test_time_has_the_unit_of_its_size(seconds, shown):
     assert pages.describe_time(seconds / 3600) == shown
@@ -213,13 +172,6 @@ def test_table_has_the_card_of_the_config_and_the_first_that_fits(capsys):
     assert "RTX 3090" in [row["GPU"] for row in small] and len(small) <= 2
 
 
-def test_short_run_is_not_in_hours(capsys):
-    plan = summary.make_plan(found_with(max_steps=1))
-    seconds = plan["step_seconds"]["RTX 3090"]
-    row = next(row for row in printed_plan(capsys, max_steps=1)[1] if row["GPU"] == "RTX 3090")
-    assert float(row["time"].removesuffix(" s")) == pytest.approx(seconds, rel=0.06)  # two digits
-
-
 @pytest.mark.parametrize(("shards", "is_gathered"), [(1, False), (4, True)])
 def test_only_shards_are_gathered(capsys, shards, is_gathered):
     of_holder = {"weights": 10**9, "gathered": 10**9, "teacher": 10**9}
@@ -227,14 +179,6 @@ def test_only_shards_are_gathered(capsys, shards, is_gathered):
     lines = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.strip().startswith("1.00 ")]
     assert len(lines) == 3 and lines[0] == "weights" and "teacher" in lines[2]
     assert ("gathered" in lines[1]) == is_gathered and "gathered" not in lines[0] + lines[2]
-
-
-@pytest.mark.parametrize(
-    ("hours", "shown"),
-    [(0.0123, "0.012"), (0.0999, "0.10"), (0.3, "0.30"), (2.345, "2.3"), (9.96, "10"), (48.2, "48"), (1234, "1,200"), (0, "0")],
-)
-def test_hours_have_two_digits(hours, shown):
-    assert pages.two_digits(hours) == shown
 
 
 def test_host_memory_and_disk_space():
@@ -264,90 +208,8 @@ def test_bytes_across_nodes():
     assert across(processes=8, nodes=2, replicas=2, step=step) == pytest.approx(1), "sends and receives the gradients of a shard"
 
 
-def test_proposals_add_up_until_one_fits():
-    """The cheapest change comes first. One that is refused is skipped, and none is tried after one that fits."""
-    config, tried_flags = str(CONFIGS / "4gpu_full_shard.yaml"), []
-
-    def run(config: str, flags: list[str]) -> Simulation | Refused:
-        tried_flags.append(flags)
-        if "--load_in_4bit" in flags:
-            return needing(10)
-        return Refused("any", "any", "a reason") if "--use_peft" in flags else needing(40)
-
-    simulation = needing(60)
-    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
-    smaller = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
-    assert tried_flags == [
-        smaller,
-        [*smaller, "--use_peft", "true"],
-        [*smaller, "--use_peft", "true", "--load_in_4bit", "true"],
-    ]
-    assert [(row["needs"], row["fits"]) for row in tried] == [(pytest.approx(43), "no"), (pytest.approx(11.5), "yes")]
-    assert all(row["card"] == "RTX 3090" for row in tried) and "--load_in_4bit" in tried[-1]["change"]
-
-
-def test_proposals_fit_the_host_too():
-    """Offload makes room on the GPU, but the host has less memory than it needs: it does not fit and is not kept."""
-    config, simulation = str(CONFIGS / "1x3090.yaml"), needing(60)
-    offloaded = dataclasses.replace(needing(5), host_peaks={"forward": Peak(int(100e9), {})})
-    seen = []
-
-    def run(config: str, flags: list[str]) -> Simulation:
-        seen.append(Path(config).stem)
-        return needing(10) if "--use_peft" in flags else offloaded if "offload" in config else needing(60)
-
-    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, config, run, host=64e9)
-    fits = {row["change"].split()[0]: row["fits"] for row in tried if "--use_peft" not in row["change"]}
-    assert fits["1x3090_offload"] == "no" and tried[-1]["fits"] == "yes" and tried[-1]["needs_host"] < 64
-    assert "1x3090_offload" in seen and seen[-1] == "1x3090"
-    assert proposals.try_proposals(summary.make_plan(offloaded), offloaded, config, run, host=64e9), "it fits the GPU only"
-
-
-def test_proposals_keep_global_batch_size_of_flag():
-    changes = proposals.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
-    assert changes[0].flags == {"--per_device_train_batch_size": "1"}
-
-
-def test_at_most_four_proposals():
-    """First what costs time: checkpointing with a micro-batch of 1, then the config that keeps least on a GPU."""
-    seen = []
-
-    def run(config: str, words: list[str]) -> Simulation:
-        seen.append((Path(config).stem, words))
-        fields = {"has_checkpointing": True, "micro_batch": 1, "is_adapter": "--use_peft" in words}
-        return needing(400 - 50 * len(seen), **fields)
-
-    simulation = needing(400, has_checkpointing=False)
-    rows = proposals.try_proposals(summary.make_plan(simulation), simulation, str(CONFIGS / "1x3090.yaml"), run)
-    slower = ["--activation_checkpointing", "true", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
-    adapter = [*slower, "--use_peft", "true"]
-    assert seen == [
-        ("1x3090", slower),
-        ("1x3090_offload", slower),
-        ("1x3090_offload", adapter),
-        ("1x3090_offload", [*adapter, "--load_in_4bit", "true"]),
-    ]
-    assert [row["fits"] for row in rows] == ["no"] * 4
-
-
-def test_a_shorter_length_is_proposed_once():
-    """Where only the length can change, it is halved again, in the same flag."""
-    seen = []
-
-    def run(config: str, words: list[str]) -> Simulation:
-        seen.append(words)
-        return needing(100 - 10 * len(seen), **fields | {"max_length": int(words[1])})
-
-    fields = {"is_adapter": True, "bytes_in_4bit": 10**9, "micro_batch": 1, "max_length": 8192}
-    simulation = needing(100, **fields)
-    config = str(CONFIGS / "2x3090_qlora.yaml")
-    proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
-    assert seen == [["--max_length", length] for length in ("4096", "2048", "1024")]
-
-
-@pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])
-def test_proposals_are_for_the_card_of_the_config(config, card):
-    """A run that fits 24 GB but not a T4 gets proposals with a config for T4s, none with one for an RTX 3090."""
-    path, simulation = str(CONFIGS / f"{config}.yaml"), needing(20, needs_bf16=False)
-    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, path, lambda *change: needing(8, needs_bf16=False))
-    assert [row["card"] for row in tried] == ([card] if card else [])
+def test_flags_for_less_memory():
+    slower = ["--activation_checkpointing", "true", "--per_device_train_batch_size", "1"]
+    smaller = ["--use_peft", "true", "--load_in_4bit", "true"]
+    assert proposals.flags_for_less(found_with(has_global_batch_flag=True)) == [slower, slower + smaller]
+    assert proposals.flags_for_less(FOUND)[0] == [*slower, "--gradient_accumulation_steps", "4"], "as many rows per step"

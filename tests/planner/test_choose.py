@@ -2,18 +2,14 @@
 
 import dataclasses
 import json
-import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 from harness import configs
 from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError
 from harness.runs import GpuFeatures, Run
-from planner import cache, cards, choose, chosen, hardware, launches, links, machines, memory, roofline, summary
+from planner import cache, cards, choose, chosen, hardware, links, machines, memory, roofline, summary
 from planner.grid import Grid, Option, given_flags, make_grid
 from planner.hardware import Gpu
 from planner.ledger import Counts, Peak
@@ -24,85 +20,67 @@ from planner.values import values_of_recipe
 import pytest
 from conftest import ROOT, slow
 from runs import assert_one_error
-from test_cards import FOUND
+from test_cards import FOUND, found_with
 from trl import ModelConfig, SFTConfig
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 PATHS = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
 CARD = cards.find_card("3090")
+COMPILABLE = {"load_in_4bit": False, "packing": True}
 
 
 def names_of(grid: Grid) -> set[str]:
     return {configs.read(path).name for path, _ in grid.settings}
 
 
+def grid_of(recipe, machine: str, *words: str) -> Grid:
+    return make_grid(values_of_recipe(str(recipe), list(words)), machines.read_machine(machine), PATHS, list(words))
+
+
 @pytest.mark.parametrize(
-    ("text", "gpus", "card", "host", "disk"),
+    ("text", "nodes", "gpus", "card", "host", "disk"),
     [
-        ("2x3090,64GB", 2, "RTX 3090", 64e9, None),
-        ("1 x RTX 4090 , 500GB disk", 1, "RTX 4090", None, 500e9),
-        ("4xA100", 4, "A100 40 GB", None, None),
-        ("8xa100-80gb,nvlink,1000 GB", 8, "A100 80 GB", 1000e9, None),
-        ("1xL4", 1, "L4", None, None),
-        ("3xT4", 3, "T4", None, None),
-        ("1xH100", 1, "H100 80 GB", None, None),
+        ("2x3090,64GB", 1, 2, "RTX 3090", 64e9, None),
+        ("1 x RTX 4090 , 500GB disk", 1, 1, "RTX 4090", None, 500e9),
+        ("4xA100", 1, 4, "A100 40 GB", None, None),
+        ("2x8xa100-80gb,nvlink,1000 GB", 2, 8, "A100 80 GB", 1000e9, None),
     ],
 )
-def test_machine_is_read(text, gpus, card, host, disk):
+def test_machine_is_read(text, nodes, gpus, card, host, disk):
     machine = machines.read_machine(text)
-    assert (machine.gpus, machine.card.name) == (gpus, card)
+    assert (machine.nodes, machine.gpus, machine.card.name) == (nodes, gpus, card)
     assert machine.host == (host or float("inf")) and machine.disk == (disk or float("inf"))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("3090", ["--for is '3090'", "2x3090,64GB"]),
-        ("0x3090", ["--for is"]),
-        ("1x3090; 2x3090", ["--for is '1x3090; 2x3090'", "one machine"]),
-        ("2xRTX3091", ["RTX3091 is not a known GPU", "RTX 3090", "--card RTX3091=48,155,768"]),
-        ("2x3090,fast", ["--for: fast is unknown", "64GB"]),
-        ("2x4090,nvlink", ["RTX 4090 has no NVLink"]),
-    ],
-)
-def test_misspelt_machine_is_one_error(error_of, text, words):
+@pytest.mark.parametrize("text", ["3090", "0x3090", "1x3090; 2x3090", "2xRTX3091", "2x3090,fast", "2x4090,nvlink"])
+def test_misspelt_machine_is_one_error(error_of, text):
     message = error_of(machines.read_machine, text)
-    assert all(word in message for word in words), message
+    assert message.startswith("--for") or "--card RTX3091=48,155,768" in message
 
 
-def grid_of(recipe: Path, machine: Machine, words: Sequence[str] = ()) -> Grid:
-    return make_grid(values_of_recipe(str(recipe), list(words)), machine, PATHS, list(words))
-
-
-def test_grid_of_several_nodes():
+def test_grid_of_several_nodes(error_of):
     machine = machines.read_machine("2x4xA100,200GB")
-    assert (machine.nodes, machine.gpus, machine.host, machine.card.name) == (2, 4, 200e9, "A100 40 GB")
-    grid = grid_of(ROOT / "recipes/llama31_8b_lora.py", machine)
+    grid = grid_of(ROOT / "recipes/llama31_8b_lora.py", "2x4xA100,200GB")
     assert (grid.processes, grid.nodes) == (8, 2)
     assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
-    run = grid.run("recipe.py", "")
-    assert (run.processes, run.nodes) == (8, 2)
     path = next(path for path in PATHS if "hybrid" in path)
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
     command_line = chosen.command_line("llama31_8b_lora", machine, candidate, ["--seed", "1"], grid)
     assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
-    slow = candidate._replace(simulation=dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": 312e12 * 0.6 * 100}, {}, 0)))
+    slow = candidate._replace(simulation=found_with(step=Counts({"torch.bfloat16": 312e12 * 0.6 * 100}, {}, 0)))
     assert "--signal USR1@480 launch.sh" in chosen.command_line("r", machine, slow, [], grid), "a step takes 100 s, or 200 s"
-    three = grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machine("3x1xT4"))
-    assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
+    assert "2x4gpu_hybrid_shard" not in names_of(grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", "3x1xT4"))
+    assert "--for" in error_of(grid_of, RECIPE, "3x2x3090")  # 16 rows
 
 
-def test_nodes_that_cannot_divide_a_step(error_of):
-    machine = machines.read_machine("3x2x3090")
-    assert "16 rows cannot be divided among 3 nodes" in error_of(grid_of, RECIPE, machine)
-
-
-def test_links_of_a_machine():
+def test_links_of_a_machine(capsys, monkeypatch):
     a100, bridge = (machines.read_machine(text).card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
-    assert a100.link == cards.find_card("A100").pcie and bridge.link == 39e9 > CARD.link
-    assert cards.find_card("A100").link == 210e9
-    own = cards.card_of_user("A4000", 16, 77, 448)
-    assert machines.read_machine("2xA4000", (own, *cards.CARDS)).card == own
+    assert a100.link == a100.pcie < cards.find_card("A100").link == 210e9 and bridge.link == 39e9 > CARD.link
+    own = (cards.card_of_user("A4000", 16.9, 77, 448), *cards.CARDS)
+    assert machines.read_machine("2xA4000", own).card == own[0]
+    monkeypatch.setattr(machines, "ask_nvidia_smi", lambda *options: TOPOLOGY)
+    gpus = [Gpu(16.9e9, "NVIDIA RTX A4000", 8.6, index) for index in (0, 1)]
+    assert machines.this_machine(gpus, own).card == own[0] and "NVLink" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,15 +90,10 @@ def test_links_of_a_machine():
         ("NVIDIA A100-SXM4-80GB", 81920, "8.0", "A100 80 GB", "A100 80 GB"),
         ("NVIDIA A100-SXM4-40GB", 40960, "8.0", "A100 40 GB", "A100 40 GB"),
         ("NVIDIA H100 80GB HBM3", 81559, "9.0", "H100 80 GB", "H100 80 GB"),
-        ("NVIDIA L4", 23034, "8.9", "L4", "L4"),
         ("Tesla T4", 15360, "7.5", "T4", "T4"),
-        ("NVIDIA A100-PCIE-80GB", 81920, "8.0", "A100 80 GB", "A100 80 GB"),
         ("NVIDIA H100 PCIe", 81559, "9.0", "H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", 95830, "9.0", "H100 NVL", "H100 NVL"),
         ("NVIDIA GH200 480GB", 97871, "9.0", "GH200", "GH200"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, "12.0", "RTX PRO 6000", "RTX PRO 6000"),
-        ("NVIDIA RTX 6000 Ada Generation", 49140, "8.9", "RTX 6000 Ada", "RTX 6000 Ada"),
-        ("NVIDIA RTX A6000", 49140, "8.6", "RTX A6000", "RTX A6000"),
         ("NVIDIA RTX A5000", 24564, "8.6", "RTX A5000", "RTX 3090"),
         ("Tesla V100-SXM2-32GB", 32768, "7.0", "Tesla V100-SXM2-32GB", "T4"),
     ],
@@ -139,8 +112,6 @@ def test_gpus_of_this_machine(monkeypatch, tmp_path, capsys, name, mebibytes, ve
     assert (f"{card} is not known to --plan" in capsys.readouterr().err) is (card != rates_of)
     assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
     assert machine.card.link == machine.card.pcie, "PHB is PCIe"
-    assert machine.card.launch == cards.LAUNCH
-    assert machines.this_machine(hardware.find_gpus(), launch=3e-5).card.launch == 3e-5
     assert 0 < machine.host < 1e14 and machine.disk > 0
     monkeypatch.setenv("NPROC_PER_NODE", "1")
     assert len(hardware.find_gpus()) == 1
@@ -157,16 +128,11 @@ GPU2\tSYS\tSYS\t X \tPHB\tSYS\tPXB\t32-63\t1\t\tN/A
 GPU3\tSYS\tSYS\tPHB\t X \tSYS\tPXB\t32-63\t1\t\tN/A
 NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS
 NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X
-
-Legend:
-
-  X    = Self
-  NV#  = Connection traversing a bonded set of # NVLinks
 """
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected"), [([0, 1], True), ([2, 3], False), ([0, 1, 2, 3], False), ([0], None), ([0, 4], None), ([], None)]
+    ("gpus", "expected"), [([0, 1], True), ([2, 3], False), ([0, 1, 2, 3], False), ([0], None), ([0, 4], None)]
 )
 def test_nvlink_of_the_visible_gpus(gpus, expected):
     """Network cards, which are never connected by NVLink, do not count."""
@@ -174,98 +140,77 @@ def test_nvlink_of_the_visible_gpus(gpus, expected):
     assert links.are_linked("", gpus) is None
 
 
-def test_nvlink_of_a_card_that_the_user_describes(monkeypatch, capsys, error_of):
-    """--card gives no rate of NVLink. On this machine that is no error: there is nothing to leave out."""
-    own = (cards.card_of_user("A4000", 16.9, 77, 448), *cards.CARDS)
-    monkeypatch.setattr(machines, "ask_nvidia_smi", lambda *options: TOPOLOGY)
-    gpus = [Gpu(16.9e9, "NVIDIA RTX A4000", 8.6, index) for index in (0, 1)]
-    assert machines.this_machine(gpus, own).card == own[0]
-    assert "NVLink, whose rate is not known for A4000: planned with PCIe" in capsys.readouterr().err
-    message = error_of(machines.read_machine, "2xA4000,nvlink", own)
-    assert "--card has no rate of NVLink: leave out nvlink" in message
-
-
 def test_grid_of_one_and_of_several_gpus():
-    one = grid_of(RECIPE, machines.read_machine("1x3090"))
-    assert names_of(one) == {"1x3090", "1x3090_offload"} and one.processes == 1 and not one.common_flags
+    one = grid_of(RECIPE, "1x3090")
+    assert names_of(one) == {"1x3090", "1x3090_offload"} and one.processes == 1 and not one.common_flags and not one.idle
     assert {checkpointing for _, checkpointing in one.settings} == {False, True}
     assert [option.micro_batch for option in next(iter(one.settings.values()))] == [1, 2, 4, 8, 16]
-    several = grid_of(RECIPE, machines.read_machine("3x3090"))
+    several = grid_of(RECIPE, "3x3090")
     assert several.processes == 2, "three GPUs do not divide 16 rows"
     assert several.idle.startswith("1 of 3 GPUs will be idle") and "--global_batch_size 18 uses all" in several.idle
-    assert not one.idle
     assert names_of(several) == {"1x3090_offload", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
 
 
 def test_grid_leaves_what_a_flag_sets():
     words = ["--per_device_train_batch_size", "4", "--activation_checkpointing", "--load_in_4bit", "--use_peft"]
-    grid = grid_of(RECIPE, machines.read_machine("3xA100"), words)
-    assert {option for options in grid.settings.values() for option in options} == {
-        Option(path, None, None) for path, _ in grid.settings
-    }
+    grid = grid_of(RECIPE, "3xA100", *words)
+    assert [options for (path, _), options in grid.settings.items() if options != [Option(path, None, None)]] == []
     assert grid.processes == 2 and {"2x3090_qlora", "1x3090_qlora"} <= names_of(grid)
 
 
 def test_gpus_without_bf16_compute_in_fp16():
-    grid = grid_of(RECIPE, machines.read_machine("2xT4"), ["--use_peft"])
-    assert grid.common_flags == ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
+    assert grid_of(RECIPE, "2xT4", "--use_peft").common_flags == ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
 
 
-def made(option: Option, sizes: dict[tuple, dict[str, float]], is_dense: bool, rows: int = 16) -> choose.Simulation:
+def made(option: Option, of: dict[str, float], rows: int = 16) -> choose.Simulation:
     """A simulation by formulas: memory grows with the micro-batch, and has gradients of earlier ones if there are several;
     traffic has a part that every micro-batch repeats."""
-    of, size = sizes[option.setting], option.micro_batch
+    size = option.micro_batch
     count = rows // size
     growing, gradients = of["growing"] * size, of["gradients"] * (count > 1)
-    flops = of["flops"] * (1 + 0.2 * size * is_dense)
-    return dataclasses.replace(
-        FOUND,
+    traffic = {"to_gpu": of["moved"] * count}, of["touched"] + of["repeated"] * count
+    return found_with(
         processes=1,
         shards=1,
         micro_batch=size,
         accumulation=count,
         peaks={"backward": Peak(int(of["fixed"] + gradients + growing), {"gradients": int(gradients)})},
         hull=[(int(of["fixed"] + gradients), int(growing))],
-        step=Counts({"torch.bfloat16": flops}, {"to_gpu": of["moved"] * count}, of["touched"] + of["repeated"] * count),
+        step=Counts({"torch.bfloat16": of["flops"]}, *traffic),
     )
 
 
-@pytest.mark.parametrize("is_dense", [False, True])
-def test_choice_is_the_fastest_of_the_grid(is_dense):
-    """Of 200 random grids, and with fewer simulations than there are combinations."""
-    few = 0
+def test_choice_is_nearly_the_fastest_of_the_grid():
+    """Of a hundred grids with random memory and traffic."""
+    simulated = 0
     for seed in range(100):
         draw = random.Random(seed)
-        settings = {
-            (path, is_on): [Option(path, size, is_on) for size in (1, 2, 4, 8, 16)]
-            for path in PATHS[:4]
-            for is_on in (False, True)
-        }
-        sizes = {}
-        for setting in settings:
+        grid = Grid(1, {(path, is_on): [] for path in PATHS[:4] for is_on in (False, True)}, [], (None, None))
+        every = {}
+        for path, is_on in grid.settings:
             ranges = {"fixed": (2e9, 24e9), "growing": (1e8, 6e9), "moved": (0, 2e10), "gradients": (0, 8e9)}
-            sizes[setting] = {name: draw.uniform(*ends) for name, ends in ranges.items()}
+            sizes = {name: draw.uniform(*ends) for name, ends in ranges.items()}
             # Every setting computes the same and touches at least the same for its tokens.
-            sizes[setting] |= {"flops": 5e13 * (1 + 0.3 * setting[1]), "touched": 4e11 * draw.uniform(1, 1.5), "repeated": 2e10}
-        simulated = []
+            sizes |= {"flops": 5e13 * (1 + 0.3 * is_on), "touched": 4e11 * draw.uniform(1, 1.5), "repeated": 2e10}
+            options = [Option(path, size, is_on) for size in (1, 2, 4, 8, 16)]
+            grid.settings[path, is_on].extend(options)
+            every |= {option: made(option, sizes) for option in options}
+        tried = []
 
-        def simulate(options, sizes=sizes, simulated=simulated):
-            simulated.extend(options)
-            return [made(option, sizes, is_dense) for option in options]
+        def simulate(options, every=every, tried=tried):
+            tried.extend(options)
+            return [every[option] for option in options]
 
         machine = Machine("1x3090", 1, CARD)
-        candidates, _ = choose.choose(machine, Grid(1, settings, [], (None, None)), simulate)
-        every = [(option, made(option, sizes, is_dense)) for options in settings.values() for option in options]
-        possible = {option: roofline.step_seconds(CARD, found) for option, found in every if machines.is_possible(machine, found)}
-        assert bool(candidates) == bool(possible)
-        if possible:
-            assert candidates[0].seconds <= 1.1 * min(possible.values()), seed
-            assert [candidate.seconds for candidate in candidates] == sorted(possible[one.option] for one in candidates)
-            known = [option for option in possible if option in simulated]
-            assert len({one.option for one in candidates}) == len(candidates) == min(3, len(known))
-            assert len(simulated) == len(set(simulated))
-            few += len(simulated)
-    assert few < 0.6 * 100 * 40
+        candidates = choose.choose(machine, grid, simulate)
+        fitting = {one.option: one.seconds for one in choose.possible(machine, every)}
+        assert bool(candidates) == bool(fitting)
+        if fitting:
+            assert candidates[0].seconds <= 1.1 * min(fitting.values()), seed
+            assert [one.seconds for one in candidates] == sorted(fitting[one.option] for one in candidates)
+        assert len(tried) == len(set(tried))
+        simulated += len(tried)
+    assert simulated < 0.6 * 100 * 40
 
 
 @pytest.mark.parametrize(
@@ -280,60 +225,37 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
 )
 def test_compiled_layers_earn_the_time_of_compiling(steps, changes, is_taken):
     """On a card with 1e12 FLOP/s: a step takes 1 s, and 0.8 s if it is compiled."""
-    card = dataclasses.replace(CARD, half=1e12, launch=0.0)
-    one = dataclasses.replace(FOUND, processes=1, shards=1, peaks={"backward": Peak(10**9, {})})
+    card = dataclasses.replace(CARD, half=1e12)
+    one = found_with(processes=1, shards=1, peaks={"backward": Peak(10**9, {})})
     plain, compiled = (dataclasses.replace(one, step=Counts({"torch.bfloat16": of * 0.6e12}, {}, 0)) for of in (1, 0.8))
     best = choose.Candidate(Option(PATHS[0], 2, None), plain, roofline.step_seconds(card, plain))
-    assert best.seconds == pytest.approx(1)
     simulated = []
 
     def simulate(options):
         simulated.extend(options)
         return [compiled]
 
-    values = {"load_in_4bit": False, "packing": True} | changes
-    found, why = choose.weigh_compiling(
-        Machine("1x3090", 1, card), best, [best.option], values, simulate, lambda simulation: steps
-    )
-    assert (found is not None) is is_taken and why.startswith("--torch_compile true")
+    machine = Machine("1x3090", 1, card)
+    found, why = choose.weigh_compiling(machine, best, [best.option], COMPILABLE | changes, simulate, lambda one: steps)
+    assert bool(found) is is_taken and why.startswith("--torch_compile true")
     assert len(simulated) == (not changes), "nothing is simulated where layers are not compiled"
     if found:
-        assert found.option.flags == ["--per_device_train_batch_size", "2", "--torch_compile", "true"]
-        assert found.seconds == pytest.approx(0.8)
+        assert found[0].option.flags == ["--per_device_train_batch_size", "2", "--torch_compile", "true"]
+        assert found[0].seconds == pytest.approx(0.8)
 
 
 def test_compiled_layers_leave_room_for_a_larger_micro_batch():
     """Of 22.9 GB that can be used, micro-batch 8 needs 18 GB if it is compiled, 38 GB if not, and 16 needs 30 GB."""
     options = [Option(PATHS[0], size, False) for size in (1, 2, 4, 8, 16)]
-    shared = {"gradients": 0, "flops": 5e13, "moved": 0, "repeated": 2e10}
-    plain, compiled = (
-        {(PATHS[0], False): shared | sizes}
-        for sizes in (
-            {"fixed": 6e9, "growing": 4e9, "touched": 4e11},
-            {"fixed": 6e9, "growing": 1.5e9, "touched": 2e11},
-        )
-    )
-    simulated = []
+    shared = {"gradients": 0, "flops": 5e13, "moved": 0, "repeated": 2e10, "fixed": 6e9}
+    found = made(options[2], shared | {"growing": 4e9, "touched": 4e11})
+    best = choose.Candidate(options[2], found, roofline.step_seconds(CARD, found))
 
     def simulate(new):
-        simulated.extend(new)
-        return [made(option, compiled, is_dense=False) for option in new]
+        return [made(option, shared | {"growing": 1.5e9, "touched": 2e11}) for option in new]
 
-    found = made(options[2], plain, is_dense=False)
-    best = choose.Candidate(options[2], found, roofline.step_seconds(CARD, found))
-    values = {"load_in_4bit": False, "packing": True}
-    fastest, _ = choose.weigh_compiling(Machine("1x3090", 1, CARD), best, options, values, simulate, lambda one: 1000)
-    assert fastest.option == options[3]._replace(is_compiled=True) and len(simulated) == 2
-
-
-def test_what_cannot_be_compiled_says_why():
-    best = choose.Candidate(Option(PATHS[0], 2, None), FOUND, 1.0)
-    refused = Refused("", "", "--torch_compile needs Triton, which cannot be used here")
-    values = {"load_in_4bit": False, "packing": True}
-    found, why = choose.weigh_compiling(
-        Machine("", 1, CARD), best, [best.option], values, lambda options: [refused], lambda one: 10**6
-    )
-    assert found is None and refused.reason in why
+    (fastest,), _ = choose.weigh_compiling(Machine("1x3090", 1, CARD), best, options, COMPILABLE, simulate, lambda one: 1000)
+    assert fastest.option == options[3]._replace(is_compiled=True)
 
 
 @pytest.mark.parametrize("without_triton", [{"fp16": True}, {}])
@@ -341,58 +263,24 @@ def test_layers_that_a_gpu_cannot_compile_are_not_simulated(without_triton):
     """The training would refuse the flag: see `check_gpus`."""
     run = Run("recipe.py", gpu=GpuFeatures([], no_triton="" if without_triton else "a T4"))
     training_args = SFTConfig(torch_compile=True, use_cpu=True, bf16=False, **without_triton)
-    with pytest.raises(UserError, match="--torch_compile needs Triton"):
+    with pytest.raises(UserError, match="--torch_compile"):
         PlannedRecipe(run).prepare((ScriptArguments(), training_args, ModelConfig("not/loaded")))
 
 
-@pytest.mark.parametrize(
-    "words", [["--torch_compile", "true"], ["--torch-compile=true"], ["--no_torch_compile"], ["--no-torch-compile"]]
-)
-def test_names_of_given_flags(words):
-    assert given_flags([*words, "--seed", "-1", "--lora_r=8"]) == {"torch_compile", "seed", "lora_r"}
-
-
-def test_weights_that_do_not_fit_are_not_simulated(capsys):
-    """Neither whole nor gathered. What keeps the least on a GPU is simulated first, which says how many weights there are."""
-    machine = Machine("4x3090", 4, CARD)
-    grid = grid_of(RECIPE, machine)
-    large = dataclasses.replace(FOUND, parameters=12 * 10**9, trained=10**7, optimizer=10**7)
-    simulated = []
-
-    def simulate(options):
-        simulated.extend(Path(option.config).stem for option in options)
-        return [dataclasses.replace(large, micro_batch=option.micro_batch) for option in options]
-
-    candidates, found = choose.choose(machine, grid, simulate)
-    assert simulated[:2] == ["1x3090_offload"] * 2 and set(simulated) == {"1x3090_offload", "4gpu_full_shard"}
-    assert candidates and sum(isinstance(one, Refused) for one in found.values()) == 4
-    printed = capsys.readouterr().err.splitlines()
-    assert sorted(printed) == [
-        "4gpu_ddp is not simulated: weights, gradients and optimizer states alone need at least 24.1 GB on each GPU.",
-        "4gpu_shard_grad_op is not simulated: weights, gradients and optimizer states alone need at least 30.0 GB on each GPU.",
-    ]
+@pytest.mark.parametrize("word", ["--torch_compile", "--torch-compile=true", "--no_torch_compile", "--no-torch-compile"])
+def test_names_of_given_flags(word):
+    assert given_flags([word, "--seed", "-1", "--lora_r=8"]) == {"torch_compile", "seed", "lora_r"}
 
 
 def test_what_does_not_fit_is_not_chosen():
     """GPU memory with the margin, host memory, a dtype that the GPU has not, and refused runs."""
-    fitting = dataclasses.replace(FOUND, peaks={"forward": Peak(int(20.0e9), {})}, needs_bf16=True)
+    fitting = found_with(peaks={"forward": Peak(int(20.0e9), {})})
+    large = found_with(peaks={"forward": Peak(int(22.5e9), {})})
     assert machines.is_possible(Machine("", 4, CARD), fitting)
-    assert memory.fits(CARD, dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}), 22.5e9)
-    assert not machines.is_possible(Machine("", 4, CARD), dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}))
+    assert memory.fits(CARD, large, 22.5e9) and not machines.is_possible(Machine("", 4, CARD), large)
     assert not machines.is_possible(Machine("", 4, CARD, host=memory.needed_host_memory(fitting)), fitting)
     assert not machines.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
-    assert not machines.is_possible(Machine("", 4, CARD), Refused("", "", ""))
-
-
-def replaced(content: Any, value: Any) -> Iterator[Any]:
-    """A copy of JSON for every place in it, with `value` there."""
-    yield value
-    if isinstance(content, dict | list):
-        for place in content if isinstance(content, dict) else range(len(content)):
-            for other in replaced(content[place], value):
-                copy = content.copy()
-                copy[place] = other
-                yield copy
+    assert not machines.is_possible(Machine("", 4, CARD), Refused("", ""))
 
 
 def test_plan_follows_the_file_of_the_flags(tmp_path):
@@ -409,35 +297,28 @@ def test_damaged_simulation_is_simulated_again(tmp_path):
     """The cache can be on a disk that others write to."""
     file = tmp_path / "plans/any.json"
     cache.keep_simulation(file, FOUND)
-    assert cache.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
+    assert cache.cached_simulation(file) == found_with(hull=[list(pair) for pair in FOUND.hull])
     content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"other": 1}))
-    assert cache.cached_simulation(file) is None
-    file.write_bytes(b"\xff{")
-    assert cache.cached_simulation(file) is None
-    file.unlink()
-    file.mkdir()
-    assert cache.cached_simulation(file) is None
+    for damaged in (json.dumps(content | {"other": 1}).encode(), b"\xff{"):
+        file.write_bytes(damaged)
+        assert cache.cached_simulation(file) is None
 
 
 def test_what_was_always_refused_is_one_error(error_of):
     """The run cannot be simulated with any config: the first reason is the message."""
-    refused = {Option(path, 1, False): Refused("qwen2_fineweb_edu", path, f"--max_length: refused by {path}") for path in PATHS}
-    message = error_of(choose.option_with_least_memory, Machine("", 1, CARD), refused)
-    assert message == f"--max_length: refused by {PATHS[0]}"
+    grid = Grid(1, {(path, False): [Option(path, 1, False)] for path in PATHS}, [], (None, None))
+    message = error_of(choose.choose, Machine("", 1, CARD), grid, lambda new: [Refused(one.config, one.config) for one in new])
+    assert message == PATHS[0]
 
 
 def test_command_has_only_flags_that_change_something():
-    grid = grid_of(RECIPE, machines.read_machine("2x3090"))
+    grid = grid_of(RECIPE, "2x3090")
     path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
     same, machine = choose.Candidate(Option(path, 2, False), FOUND, 1.0), Machine("", 2, CARD)
     assert chosen.command_line("r", machine, same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
     other = choose.Candidate(Option(path, 4, True), FOUND, 1.0)
-    flags = "--per_device_train_batch_size 4 --activation_checkpointing true"
-    assert (
-        chosen.command_line("r", machine, other, ["--use_peft"], grid)
-        == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp --use_peft {flags}"
-    )
+    flags = "--use_peft --per_device_train_batch_size 4 --activation_checkpointing true"
+    assert chosen.command_line("r", machine, other, ["--use_peft"], grid) == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp {flags}"
 
 
 @pytest.mark.parametrize(("step", "seconds"), [(1, 0), (60, 0), (61, 360), (152.5, 720)])
@@ -452,8 +333,12 @@ def test_choice_says_when_the_signal_must_come(capsys):
 
     machine = Machine("1x3090", 1, CARD)
     for flops, printed in ((1e12, False), (5e15, True)):
-        found = dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": flops}, {}, 0))
-        plan = summary.make_plan(found) | chosen.on_machine(machine, found) | {"command": "./launch.sh any", "choices": []}
+        found = found_with(step=Counts({"torch.bfloat16": flops}, {}, 0))
+        plan = (
+            summary.make_plan(found)
+            | chosen.on_machine(machine, found)
+            | {"command": "./launch.sh any", "choices": [], "compiling": ""}
+        )
         pages.print_choice(plan)
         assert ("On SLURM, pass `sbatch --signal USR1@" in capsys.readouterr().out) is printed
 
@@ -461,12 +346,10 @@ def test_choice_says_when_the_signal_must_come(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["qwen2_chat"], ["CONFIG is missing", "no GPU", '--plan qwen2_chat --for "1x3090,64GB"', "--tiny qwen2_chat"]),
-        (["qwen2_chat", "--for", "1x3090"], ["--for is for another machine"]),
-        (["--plan", "qwen2_chat", "--for"], ["argument --for: expected one argument", "./launch.sh --plan --help"]),
-        (["--plan", "qwen2_chat", "--for", ""], ["--for needs a machine"]),
-        (["--tiny", "qwen2_chat", "--for", "1x3090; 2x3090"], ["--for", "one machine"]),
-        (["--tiny", "qwen2_chat", "--json"], ["--json", "--plan"]),
+        (["qwen2_chat"], ["CONFIG is missing", "--plan qwen2_chat --for", "--tiny qwen2_chat"]),
+        (["qwen2_chat", "--for", "1x3090"], ["--for"]),
+        (["--plan", "qwen2_chat", "--for", ""], ["--for"]),
+        (["--tiny", "qwen2_chat", "--json"], ["--json"]),
     ],
 )
 def test_mistake_is_one_error(launch, arguments, words):
@@ -476,8 +359,7 @@ def test_mistake_is_one_error(launch, arguments, words):
 def test_choice_for_a_machine(launch, small_model, tmp_path):
     """The plan has the choice as a command and as keys. Simulations are kept for the next choice."""
     arguments = ["qwen2_fineweb_edu", "--for", "1x3090,64GB", *small_model, "--activation_checkpointing", "false"]
-    variables = {"HF_HOME": str(tmp_path / "cache")}
-    process = launch("--plan", *arguments, "--json", cwd=tmp_path, **variables)
+    process = launch("--plan", *arguments, "--json", cwd=tmp_path, HF_HOME=str(tmp_path / "cache"))
     assert process.returncode == 0, process.stderr
     plan = json.loads(process.stdout)
     assert plan["config"] == "1x3090" and plan["micro_batch"] == 4 and plan["fits"]["RTX 3090"]
@@ -485,8 +367,7 @@ def test_choice_for_a_machine(launch, small_model, tmp_path):
     assert plan["command"].startswith("./launch.sh qwen2_fineweb_edu 1x3090 --model_name_or_path ./model")
     assert [choice["slower"] for choice in plan["choices"]] == sorted(choice["slower"] for choice in plan["choices"])
     assert len(plan["choices"]) == 3 and plan["on_machine"]["hours"]
-    kept = list((tmp_path / "cache/plans").iterdir())
-    assert 3 <= len(kept) <= 6
+    assert 3 <= len(list((tmp_path / "cache/plans").iterdir())) <= 6
 
 
 @slow
@@ -498,28 +379,7 @@ def test_choice_is_rehearsed(launch, small_model, tmp_path):
     shutil.rmtree(tmp_path / "cache")
 
 
-def test_launches_of_this_machine():
-    """Where no GPU can be asked, nothing is measured; a CPU is measured like a GPU."""
-    assert launches.measured_launch(dict(os.environ) | {"PYTHONPATH": str(ROOT / "recipes"), "CUDA_VISIBLE_DEVICES": ""}) is None
-    fast = launches.seconds_per_launch("cpu")
-    assert 1e-7 < fast < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("line", "files", "expected"),
-    [
-        ("0::/job/step", {"memory.max": "max", "job/memory.max": "64000", "job/step/memory.max": "max"}, 64000),
-        ("0::/", {"memory.max": "5000"}, 5000),
-        ("0::/", {}, float("inf")),
-        ("11:cpu,cpuacct:/job\n5:memory:/job", {"memory/memory.limit_in_bytes": "9", "memory/job/memory.limit_in_bytes": "8"}, 8),
-        ("", {"memory.max": "5000"}, float("inf")),
-    ],
-    ids=["a job's limit", "a container's", "no limit", "version 1", "no group"],
-)
-def test_memory_limit_of_control_groups(tmp_path, line, files, expected):
-    process, root = tmp_path / "cgroup", tmp_path / "root"
-    process.write_text(line)
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content + "\n")
-    assert hardware.memory_limit(process, root) == expected
+def test_memory_limit_of_control_groups(tmp_path):
+    assert hardware.host_memory(tmp_path) > 10**9
+    (tmp_path / "memory.max").write_text("64000\n")
+    assert hardware.host_memory(tmp_path) == 64000

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 
-from harness.messages import UserError
 from harness.model import gpu_features
 from harness.runs import Run
 from planner import choose, command, pages, simulation, summary
@@ -26,14 +25,12 @@ from transformers import AutoTokenizer
 STEPS = ["--max_steps", "10", "--torch_compile", "false"]
 
 
-def test_trainer_that_needs_values(monkeypatch):
-    """An error in the recipe's own lines while it is simulated is one message; one of the simulation itself is not hidden."""
-    for file, kind in (("/mine.py", UserError), ("/planner.py", IndexError)):
-        names = {}
-        exec(compile("def simulate(*words, **options): raise IndexError('nothing was logged')", file, "exec"), names)
-        monkeypatch.setattr(simulation, "simulate", names["simulate"])
-        with pytest.raises(kind, match="nothing was logged"):
-            command.simulate_quietly(Run("/mine.py"), [], False)
+def test_trainer_that_cannot_be_simulated(monkeypatch, error_of):
+    def fail(*words, **options):
+        raise IndexError("nothing was logged")
+
+    monkeypatch.setattr(simulation, "simulate", fail)
+    assert "mine.py" in error_of(command.simulate_quietly, Run("/mine.py"), [], False)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +39,6 @@ def test_trainer_that_needs_values(monkeypatch):
         ([], ["RECIPE"]),
         (["qwen2_chatt"], ["qwen2_chat?"]),
         (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["--max_length"]),
-        (["qwen2_chat", "1x3090", "--tiny"], ["--tiny"]),
         (["qwen2_chat", "1x3090", "--card"], ["--card"]),
         (["qwen2_chat", "1x3090", "--card=A4000=48,155,inf"], ["--card"]),
     ],
@@ -116,6 +112,7 @@ def test_hours_of_epochs(launch, environment, own_files, tmp_path):
         *own_files,
         "--card",
         "A4000=48,155,768",
+        "--picture",
         cwd=tmp_path,
     )
     assert process.returncode == 0, process.stderr
@@ -139,56 +136,52 @@ def one_gpu(tmp_path):
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("visible", [None, "1"])
-def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
-    variables = {"PATH": one_gpu} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
-    monkeypatch.setattr(os, "environ", dict(variables))
-    config, seen = str(ROOT / "accelerate_configs/1x3090.yaml"), []
-    candidates = [choose.Candidate(Option(config, 1, False), FOUND, 1.0)]
-    monkeypatch.setattr(command, "start_server", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
-    monkeypatch.setattr(choose, "choose", lambda *args: (candidates, {}))
-    monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
-    recipe = str(ROOT / "recipes/qwen2_chat.py")
-    command.plan_choice(recipe, [config], command.PlanArguments(start=True), STEPS)
-    assert seen == ["", ([recipe, config], variables)]
+def arguments_for(**options) -> command.PlanArguments:
+    return command.PlanArguments(
+        recipe=ROOT / "recipes/qwen2_chat.py", configs=[str(ROOT / "accelerate_configs/1x3090.yaml")], **options
+    )
 
 
-def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
-    """The loss of this machine's GPU is simulated in PyTorch, and this is printed. The process that asks sees the GPUs."""
+@pytest.fixture
+def choice(monkeypatch, one_gpu):
+    """Replaces the choice and the start of its run; returns what the choice sees of the GPU, and what is started."""
     monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setattr(command, "start_server", lambda: "fork")
     monkeypatch.setattr(
-        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], os.environ["CUDA_VISIBLE_DEVICES"])
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
     )
-    config, runs = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+    seen = {}
 
     def find(machine, grid, simulate):
-        runs.append(grid.run("recipe.py", config))
-        return [choose.Candidate(Option(config, 1, False), FOUND, 1.0)], {}
+        seen["no_triton"] = grid.run("recipe.py", arguments_for().configs[0]).gpu.no_triton
+        seen["hidden"] = os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        return [choose.Candidate(Option(arguments_for().configs[0], 1, False), FOUND, 1.0)]
 
     monkeypatch.setattr(choose, "choose", find)
-    monkeypatch.setattr(os, "execve", lambda *arguments: None)
-    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), STEPS)
-    assert runs[0].gpu.no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
+    monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.update(words=words, environment=environment))
+    return seen
+
+
+def test_run_after_the_choice_sees_the_gpus(choice, capsys):
+    """The choice does not; it knows that the loss of this machine's GPU runs in PyTorch, which is printed."""
+    arguments = arguments_for(start=True, flags=STEPS)
+    command.plan_choice(arguments)
+    assert choice["hidden"] and choice["no_triton"] == "1" and "Triton" in capsys.readouterr().err
+    assert choice["words"][3:5] == [str(arguments.recipe), arguments.configs[0]]
+    assert choice["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 @pytest.mark.parametrize(("own", "reason"), [([], "1"), ([("A4000", 48.0, 155.0, 768.0)], "")])
-def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, one_gpu, error_of, own, reason):
+def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, choice, error_of, own, reason):
     """As the choice does, unless the plan is for another GPU."""
-    monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
-    monkeypatch.setattr(command, "start_server", lambda: "fork")
-    monkeypatch.setattr(
-        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], os.environ["CUDA_VISIBLE_DEVICES"])
-    )
     found = []
 
     def simulate(method, run, *rest, **options):
         found.append((run.gpu.no_triton, os.environ["CUDA_VISIBLE_DEVICES"]))
-        return Refused("qwen2_chat", "1x3090", "too large")
+        return Refused("1x3090", "too large")
 
     monkeypatch.setattr(command, "simulate_in_process", simulate)
-    paths = [str(ROOT / "accelerate_configs/1x3090.yaml")]
-    error_of(command.plan_configs, str(ROOT / "recipes/qwen2_chat.py"), paths, command.PlanArguments(cards=own), [])
+    error_of(command.plan_configs, arguments_for(cards=own))
     assert found == [(reason, "")]
 
 

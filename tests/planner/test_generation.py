@@ -51,17 +51,19 @@ def test_cache_has_keys_and_values_of_all_texts(found):
 def test_few_layers_give_what_all_layers_give(found):
     few, every = found[:2]
     assert few.simulated_layers == 5 and every.simulated_layers == 0
-    assert few.token == every.token and few.step == every.step and few.peaks == every.peaks
+    assert few.token == every.token and few.step == every.step
+    for moment, peak in every.peaks.items():
+        assert few.peaks[moment].bytes == pytest.approx(peak.bytes, rel=1e-4), moment
 
 
 def test_token_reads_all_weights(found):
     """And the cache: once to add to it, once for each query head that shares it, and once for attention."""
     simulation = found[0]
-    weights = simulation.expected["weights"]
+    weights = simulation.peaks["generate"].by_holder["weights"]
     cache = 2 * 2 * LAYERS * HEADS * SIZE * ROWS * (PROMPT + COMPLETION // 2)
     assert weights + cache < simulation.token.touched < 1.5 * weights + 9 * cache
     assert 50 * LAYERS < simulation.token.launches < 200 * LAYERS
-    host = simulation.token.launches * CARD.launch
+    host = simulation.token.launches * cards.LAUNCH_GENERATING
     memory = simulation.token.touched / CARD.bandwidth / roofline.MEMORY_RATE
     assert roofline.generating_seconds(CARD, simulation) >= COMPLETION * max(host, memory)
     assert roofline.step_seconds(CARD, simulation) > roofline.generating_seconds(CARD, simulation)
@@ -89,5 +91,5 @@ def test_teacher_is_whole_on_each_gpu(found):
     for moment in ("forward", "backward", "generate"):
         held = simulation.peaks[moment].by_holder
         assert held["teacher_model"] == pytest.approx(quantized * (1 / 2 + 4 / 64) + 2 * embedding, rel=1e-3), moment
-        assert held["weights"] == pytest.approx(simulation.expected["weights"], rel=1e-2) and simulation.shards == 4, moment
+        assert held["weights"] == pytest.approx(2 * simulation.parameters / 4, rel=0.1) and simulation.shards == 4, moment
     assert simulation.copies == 4, "each process reads the teacher, and with it the model, from their files"

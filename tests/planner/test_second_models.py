@@ -48,7 +48,6 @@ def test_teacher_of_an_own_trainer(found):
 
 def test_teacher_that_waits_in_host_memory(found):
     run = found["waiting teacher"]
-    assert max(of_holder.get("teacher", 0) for _, of_holder in run["curve"]) == pytest.approx(TEACHER, rel=1e-3), "in its use"
     assert held(run, "teacher")["backward"] == 0
     assert run["host_peaks"]["forward"]["by_holder"]["teacher"] == pytest.approx(TEACHER, rel=1e-3)
     saved = found["teacher"]["peaks"]["backward"]["bytes"] - run["peaks"]["backward"]["bytes"]

@@ -3,14 +3,12 @@
 import os
 import re
 
-from harness import configs
 from planner import cards, memory, roofline
 from planner.cache import simulation_of
-from planner.grid import configs_for
 from planner.simulation import Simulation
 
 import pytest
-from conftest import CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
+from conftest import ROOT, TABLE, TABLE_PAIRS
 
 # SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
 QUICK = [("qwen2_fineweb_edu", "1x3090_offload")]
@@ -50,11 +48,17 @@ def found(fields) -> dict[tuple[str, str], Simulation]:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_few_layers_give_what_all_layers_give(pair, fields):
-    """To the byte: peaks, memory over the step, what the allocator reserves, FLOPs, and bytes that are moved."""
-    extended, simulated = (of_pair | {"cpu_seconds": 0} for of_pair in fields[pair])
-    few = [of_pair.pop("simulated_layers") for of_pair in (extended, simulated)]
-    assert extended == simulated
-    assert few == [0 if "ddp" in pair[1] else 5, 0]
+    """Counts are equal; memory in every moment, and with a micro-batch twice as large, to 0.01 %."""
+    extended, every = map(simulation_of, map(dict, fields[pair]))
+    assert (extended.simulated_layers, every.simulated_layers) == (0 if "ddp" in pair[1] else 5, 0)
+    assert (extended.step, extended.token) == (every.step, every.token)
+    for place in ("peaks", "host_peaks"):
+        peaks, expected = getattr(extended, place), getattr(every, place)
+        assert peaks.keys() == expected.keys()
+        for moment, peak in expected.items():
+            assert peaks[moment].bytes == pytest.approx(peak.bytes, rel=1e-4), moment
+    sizes = [max(fixed + 2 * growing for fixed, growing in one.hull) for one in (extended, every)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-4)
 
 
 def test_file_with_fewer_rows_than_a_step(simulate, found, tmp_path):
@@ -68,27 +72,6 @@ def test_file_with_fewer_rows_than_a_step(simulate, found, tmp_path):
     simulation = simulation_of(fields)
     assert simulation.step.flops == found[pair].step.flops
     assert simulation.peak == found[pair].peak
-
-
-@pytest.mark.parametrize("recipe", RECIPES if ALL else [ROOT / "recipes/qwen2_fineweb_edu.py"], ids=lambda path: path.stem)
-def test_least_bytes_are_below_the_peak(recipe, simulate):
-    """Of every config that the recipe can be run with, computed from the simulation with any of them."""
-    is_4bit = "qlora" in recipe.stem
-    paths = [
-        path
-        for gpus in (1, 4)
-        for path in configs_for(gpus, 1, CARDS["RTX 3090"], is_4bit, list(map(str, CONFIGS)))
-        if ALL or gpus > 1
-    ]
-    found = [simulation_of(fields) for fields in simulate([(recipe, path, [], "cuda") for path in paths])]
-    least = {}
-    for other in found:
-        for path, simulation in zip(paths, found, strict=True):
-            least[path] = memory.least_bytes(other, configs.read(path), simulation.processes)
-            assert least[path] <= simulation.peak.bytes, (path, other.config)
-    unsharded = next(path for path in paths if "4gpu_ddp" in path)
-    weights = found[paths.index(unsharded)].expected["weights"]
-    assert least[unsharded] > (0.9 if is_4bit else 0.5) * weights, "it is of use"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)

@@ -38,17 +38,21 @@ def tokens_of_prompt(trainer: Trainer, prompt: str | list[dict]) -> list[int]:
     ]
 
 
-def check_prompts(trainer: Trainer) -> None:
-    """Raises UserError for fewer prompts than a step needs, or if an evaluation would count some twice."""
-    args = trainer.args
-    answers = args.per_device_train_batch_size * args.world_size * micro_batches_of_generation(args)
-    group = getattr(args, "num_generations", 1)
-    rows = len(trainer.train_dataset)
+def check_number_of_prompts(rows: float, answers: int, group: int) -> None:
+    """Raises UserError for fewer prompts than `answers` at a time need, of which TRL makes no batch: minutes would pass."""
     if rows < answers // group:
         raise UserError(
             f"--global_batch_size: {answers:,} answers at a time are {group} to each of {answers // group:,} prompts, and there "
             f"are only {rows:,}: pass a smaller --global_batch_size"
         )
+
+
+def check_prompts(trainer: Trainer) -> None:
+    """Raises UserError for fewer prompts than a step needs, or if an evaluation would count some twice."""
+    args = trainer.args
+    answers = args.per_device_train_batch_size * args.world_size * micro_batches_of_generation(args)
+    group = getattr(args, "num_generations", 1)
+    check_number_of_prompts(len(trainer.train_dataset), answers, group)
     group = getattr(args, "num_generations_eval", 1) or group
     if group > 1 and args.world_size > 1 and trainer.eval_dataset is not None:
         raise UserError(

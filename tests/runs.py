@@ -121,10 +121,10 @@ def add_parts(trainer, loss=None, group=None):
 
 def train(trainer, **started) -> None:
     """Does in this process what `train` of a recipe does, started like this. It handles no signal."""
-    from harness.run import session, stopping
+    from harness.run import session
     from harness.runs import Run
 
-    with mock.patch.object(stopping, "set_signal_handler", lambda handler: None):
+    with mock.patch.object(session, "set_signal_handler", lambda handler: None):
         session.run_training(trainer, Run("recipe.py", **started))
 
 

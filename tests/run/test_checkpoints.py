@@ -289,18 +289,6 @@ def test_callback_continues_with_its_state(build_trainer):
     assert callbacks[0] == callbacks[1]
 
 
-def test_message_about_another_length(tmp_path, capsys):
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2/trainer_state.json").write_text(json.dumps({"max_steps": 3}))
-    trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1))
-    for steps, words in ((6, "had 3 steps until now and has 6 from here on"), (3, "")):
-        state = transformers.TrainerState(global_step=2, max_steps=steps)
-        checkpoints.Checkpoints(trainer, None).on_train_begin(args, state, None)
-        printed = capsys.readouterr().out
-        assert words in printed and bool(printed) == bool(words)
-
-
 def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     """The weights became NaN in a run without logs: it stops before the checkpoint gets its completion marker."""
     flags = ["--max_steps", "2", "--save_steps", "1", "--logging_strategy", "no", "--logging_first_step", "false"]

@@ -29,13 +29,13 @@ class AgreedReader(TrainerCallback):
     the tokenizer: packing takes many documents at once.
     """
 
-    def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition, resumed_from: int) -> None:
+    def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition) -> None:
         self.trainer = trainer
         self.position = position
         self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
         self.group = group if self.is_stream else None
         self.steps: queue.Queue[Step | BaseException] | None = None  # that were read ahead
-        self.saved_step = resumed_from  # of the last checkpoint
+        self.saved_step = 0  # of the last checkpoint
         self.error = ""  # why this process cannot read
         self.exit_code = 0  # of the run, if one of the processes cannot read
 

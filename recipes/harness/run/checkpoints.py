@@ -57,12 +57,6 @@ class Checkpoints(TrainerCallback):
         save as often as the run did before.
         """
         state.compute_steps(args, state.max_steps)
-        before = read_json(self.output_dir / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME).get("max_steps")
-        if before and state.global_step < state.max_steps != before:
-            print_once(
-                f"The run had {before:,} steps until now and has {state.max_steps:,} from here on: the learning rate follows the "
-                f"schedule of {state.max_steps:,} steps and can jump."
-            )
         best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
         is_gone = state.best_global_step and not (self.output_dir / f"checkpoint-{state.best_global_step}").is_dir()
@@ -219,11 +213,8 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
     """
     trainer.args.restore_callback_states_from_checkpoint = False
     saved = read_json(checkpoint / TRAINER_STATE_NAME).get("stateful_callbacks", {})
-    for callback in callbacks_with_state(trainer):
-        name = type(callback).__name__
-        state = saved.pop(name, {})
-        if isinstance(state, list):  # of several callbacks of a class
-            saved[name] = state[1:]
-            state = state[0] if state else {}
-        for attribute, value in state.get("attributes", {}).items():
-            setattr(callback, attribute, value)
+    for name, states in saved.items():
+        callbacks = [callback for callback in callbacks_with_state(trainer) if type(callback).__name__ == name]
+        # Of several callbacks of a class, it is a list.
+        for callback, state in zip(callbacks, states if isinstance(states, list) else [states], strict=False):
+            vars(callback).update(state.get("attributes", {}))

@@ -57,13 +57,14 @@ def delete(checkpoint: Path) -> None:
 
 def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, Entry]:
     """Waits until the files whose names `is_mine` accepts are on the disk; returns their entries in the marker by name."""
-    own = {name: path for name, path in _files_of(checkpoint).items() if is_mine(name)}
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name not in (COMPLETION_MARKER, WRITING)]
+    names = [path.relative_to(checkpoint).as_posix() for path in files]
+    own = {name: path for name, path in zip(names, files, strict=True) if is_mine(name)}
     with ThreadPoolExecutor() as pool:
         syncs = pool.map(sync, own.values())
-        checksums = pool.map(checksum_of_file, own.values())
-        entries = {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
+        checksums = list(pool.map(checksum_of_file, own.values()))
         list(syncs)  # raises their errors
-    return entries
+    return {name: [path.stat().st_size, checksum] for (name, path), checksum in zip(own.items(), checksums, strict=True)}
 
 
 def write_marker(checkpoint: Path, content: dict) -> None:
@@ -112,14 +113,6 @@ def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: 
         return f"{COMPLETION_MARKER} is missing"
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
-
-
-def _files_of(checkpoint: Path) -> dict[str, Path]:
-    found = {}
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file() and path.name not in (COMPLETION_MARKER, WRITING):
-            found[path.relative_to(checkpoint).as_posix()] = path
-    return found
 
 
 def checksum_of_file(path: Path) -> str:

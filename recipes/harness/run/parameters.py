@@ -1,14 +1,11 @@
 """Which parameters of a model are trained, and its quantization."""
 
-from collections import Counter
 from pathlib import Path
 
 from harness.model.quantized import SOURCE
 
 import torch
 from peft import PeftConfig
-from peft.tuners.lora import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 
@@ -74,23 +71,6 @@ def adapters_of(model: torch.nn.Module) -> list[PeftConfig]:
 def can_generate(model: torch.nn.Module) -> bool:
     """Whether a model continues texts: a classifier does not, nor does a module that is none of transformers."""
     return config_of(model) is not None and model.can_generate()
-
-
-def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
-    """How many modules of each name have an adapter, or parameters, such as those of experts: {"q_proj": 24, …}."""
-    counts: Counter[str] = Counter()
-    for path, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            parameter = module.parameter_name if isinstance(module, ParamWrapper) else ""
-            counts[parameter or path.split(".")[-1]] += 1
-    return counts
-
-
-def describe_training(model: torch.nn.Module, trained: int, total: int) -> str:
-    """How much of a model is trained, in words; the numbers are of `count_parameters`."""
-    words = f"Training {trained:,} of {total:,} parameters ({trained / total:.2%})"
-    adapted = [f"{count} {name}" for name, count in modules_with_adapter(model).items()]
-    return f"{words}{', in adapters on ' if adapted else ''}{', '.join(adapted)}."
 
 
 def quantization_of(model: torch.nn.Module) -> dict:

@@ -1,7 +1,6 @@
 """Everything between a built trainer and a finished run."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness import folder
@@ -16,11 +15,7 @@ from harness.run.failures import exit_for_known_failure, explain_missing_weights
 from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewards, writes_answers
 from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, prepare_loss
-from harness.run.parameters import (
-    count_parameters,
-    describe_training,
-    freeze_unused_parts,
-)
+from harness.run.parameters import freeze_unused_parts
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
 from harness.run.prompts import describe_rows
@@ -33,7 +28,6 @@ from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient
 from harness.run.stopping import (
     LastStepReached,
     MissedEvaluation,
-    StopAfterSignal,
     StopAtLastStep,
     StopIfUnchanged,
     StopOnNan,
@@ -41,33 +35,18 @@ from harness.run.stopping import (
     make_cpu_group,
     make_group_for_failures,
 )
-from harness.run.trainer import Parts, add_parts
+from harness.run.trainer import RunTrainer, add_parts
 from harness.run.weights import WeightsOfModel, check_saved_weights
 from harness.runs import Run
+from harness.signals import record_signal, set_signal_handler
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedConfig, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig, SyncRefModelCallback
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a trainer got for its run, and what is known only before the model is sharded."""
-
-    checkpoint: Path | None  # that the run resumes from
-    parts: Parts
-    stop: StopAfterSignal
-    original: PreTrainedConfig | None  # see `load_original_config`
-    parameters: tuple[int, int]  # how many are trained, and how many there are
-
-    @property
-    def resumed_from(self) -> int:
-        """The step of the checkpoint."""
-        return folder.step_of(self.checkpoint) if self.checkpoint else 0
 
 
 def run_training(trainer: Trainer, run: Run) -> None:
@@ -82,10 +61,10 @@ def run_training(trainer: Trainer, run: Run) -> None:
         RuntimeError: if the run is not sharded as its config says, or if sharding changed 4-bit weights.
     """
     try:
-        prepared = prepare_training(trainer, run)
+        prepare_training(trainer, run)
         for_failures = make_group_for_failures()  # not after the training, where it could fail
-        output = train_steps(trainer, prepared)
-        finish_training(trainer, run, prepared, output, for_failures)
+        output = train_steps(trainer)
+        finish_training(trainer, run, output, for_failures)
     except UserError:
         raise
     except Exception as error:
@@ -93,8 +72,8 @@ def run_training(trainer: Trainer, run: Run) -> None:
         raise
 
 
-def prepare_training(trainer: Trainer, run: Run) -> Prepared:
-    """Makes a trainer, whose model is not sharded yet, ready to start or to resume."""
+def prepare_training(trainer: Trainer, run: Run) -> None:
+    """Makes a trainer, whose model is not sharded yet, ready to start or to resume: a `RunTrainer` with callbacks."""
     report_dropped_rows(trainer)
     freeze_unused_parts(trainer)
     check_trainer(trainer)
@@ -109,42 +88,38 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
         run.seen.prompt |= describe_rows(trainer.train_dataset) | options
     if run.seen and trainer.is_world_process_zero():
         folder.write_json(Path(trainer.args.output_dir, folder.PROMPT), run.seen.prompt)
-    original = load_original_config(trainer)
-    parameters = count_parameters(trainer.model)
-    print_once(describe_training(trainer.model, *parameters))
-    parts = add_parts(trainer, group, checkpoint, original, loss, hidden)
-    prepared = Prepared(checkpoint, parts, StopAfterSignal(trainer, group), original, parameters)
-    for callback in callbacks_of(trainer, run, prepared):
+    parts = add_parts(trainer, group, checkpoint, load_original_config(trainer), loss, hidden)
+    trained, total = parts.parameters
+    print_once(f"Training {trained:,} of {total:,} parameters ({trained / total:.2%}).")
+    set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
+    for callback in callbacks_of(trainer, run):
         trainer.add_callback(callback)
-    return prepared
 
 
-def callbacks_of(trainer: Trainer, run: Run, prepared: Prepared) -> list[TrainerCallback]:
+def callbacks_of(trainer: RunTrainer, run: Run) -> list[TrainerCallback]:
     """The callbacks of a run, in the order in which they get each event: checks, saves, stops, measurements.
 
     So a checkpoint with NaN in it gets no completion marker, the marker lists the file of the position, and the time of a step
     that is saved or logged because of a signal is counted.
     """
-    parts = prepared.parts
+    parts = trainer.parts
     checks = [AfterWrapping(trainer, run.config, run.processes, parts.loss, parts.hidden), StopOnNan()]
-    saves = [parts.position, parts.reader, parts.checkpoints]
-    stops = [prepared.stop, MissedEvaluation(trainer, prepared.resumed_from), StopAtLastStep()]
-    measurements = [parts.progress]
     # Without a reward, which RewardsOfSteps reports, no weight changes.
     checks.append(RewardsOfSteps(trainer) if trains_on_rewards(trainer) else StopIfUnchanged())
-    if run.profile:
-        measurements.append(Profile(trainer.args))
+    saves = [parts.position, parts.reader, parts.checkpoints]
+    stops = [parts.stop, MissedEvaluation(trainer, parts.resumed_from), StopAtLastStep()]
+    measurements = [parts.progress, Profile(trainer.args)] if run.profile else [parts.progress]
     return [*checks, *saves, *stops, *measurements]
 
 
-def train_steps(trainer: Trainer, prepared: Prepared) -> TrainOutput | None:
+def train_steps(trainer: RunTrainer) -> TrainOutput | None:
     """Trains to the last step; returns None if there was none left. Ends the process if the run stops earlier."""
-    checkpoint = prepared.checkpoint
+    parts = trainer.parts
     output = None
-    if checkpoint:
-        print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
+    if parts.checkpoint:
+        print_once(f"Resuming from {parts.checkpoint}; rows that were trained on are skipped.")
     try:
-        output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        output = trainer.train(resume_from_checkpoint=str(parts.checkpoint) if parts.checkpoint else None)
     except StoppedInEvaluation:
         pass  # `report_stop` has the exit code
     except LastStepReached:
@@ -154,24 +129,20 @@ def train_steps(trainer: Trainer, prepared: Prepared) -> TrainOutput | None:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(Path(trainer.args.output_dir))}")
         record_end(130)
         os._exit(130)  # other processes may never reach the end of a collective
-    reader = prepared.parts.reader
-    stop = prepared.stop
-    code = reader.report_stop() or stop.report_stop()
-    stop.group = reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
+    code = parts.reader.report_stop() or parts.stop.report_stop()
+    parts.stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
     if code:
         trainer.end()
         end_run(code)
     return output
 
 
-def finish_training(
-    trainer: Trainer, run: Run, prepared: Prepared, output: TrainOutput | None, for_failures: ProcessGroup | None
-) -> None:
+def finish_training(trainer: RunTrainer, run: Run, output: TrainOutput | None, for_failures: ProcessGroup | None) -> None:
     """Saves the model; then evaluates it, and writes and prints the results: an error there makes no run fail."""
     output_dir = Path(trainer.args.output_dir)
     is_first = trainer.is_world_process_zero()
     print_best_checkpoint(trainer)
-    save_model(trainer, prepared.original)
+    save_model(trainer, trainer.parts.checkpoints.original)
     evaluation: dict[str, float] = {}
     with only_report_if_all("the last evaluation", for_failures):
         evaluation = evaluate(trainer)
@@ -180,7 +151,7 @@ def finish_training(
     with only_report("what --verify compares with"):
         if is_first and has_held_out(trainer):
             save_held_out(trainer, run.seen.conversations if run.seen else [])
-    results = write_results(trainer, output, evaluation, prepared.parameters, prepared.resumed_from)
+    results = write_results(trainer, output, evaluation, trainer.parts.parameters, trainer.parts.resumed_from)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):
@@ -225,14 +196,15 @@ def report_dropped_rows(trainer: Trainer) -> None:
     if not isinstance(args, DPOConfig | KTOConfig | RewardConfig | DistillationConfig):
         return
     summary = folder.read_json(Path(args.output_dir, folder.DATA))
-    limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
-    kinds = {"training": (trainer.train_dataset, "loaded_rows"), "evaluation": (trainer.eval_dataset, "loaded_eval_rows")}
-    for kind, (rows, key) in kinds.items():
-        loaded = summary.get(key)
-        if loaded and isinstance(rows, Dataset) and len(rows) < loaded:
-            missing = loaded - len(rows)
+    for kind, rows, key in (
+        ("training", trainer.train_dataset, "loaded_rows"),
+        ("evaluation", trainer.eval_dataset, "loaded_eval_rows"),
+    ):
+        missing = summary.get(key, 0) - len(rows) if isinstance(rows, Dataset) else 0
+        if missing > 0:
             print_once(
-                f"warning: {missing:,} of {loaded:,} {kind} rows are not used: the recipe or the trainer has dropped them{limit}."
+                f"warning: {missing:,} of {summary[key]:,} {kind} rows are not used: the recipe or the trainer has dropped them "
+                f"(--max_length {getattr(args, 'max_length', None)})."
             )
 
 

@@ -9,7 +9,7 @@ from harness.compat.transformers import TrainerWithHooks
 from harness.messages import UserError, print_once
 from harness.run.metrics import logged_by_evaluations
 from harness.run.sharding import local_tensor
-from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
+from harness.signals import OUT_OF_TIME, last_signal
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,6 @@ class StopAfterSignal(TrainerCallback):
         self.group = group
         self.signal = 0  # the one that all processes agreed on
         self.is_in_evaluation = False  # it ended an evaluation, which the resumed run makes
-        set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.signal = maximum(last_signal(), self.group)

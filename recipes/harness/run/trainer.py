@@ -19,10 +19,11 @@ from harness.run.evaluation import Means, read_equally
 from harness.run.generation import order_by_epoch, writes_answers
 from harness.run.losses import Loss, changed, check_unit
 from harness.run.marker import read_marker
+from harness.run.parameters import count_parameters
 from harness.run.progress import Progress
 from harness.run.schedule import fit_schedule
 from harness.run.sharding import HiddenBuffers, show_saved_buffers
-from harness.run.stopping import StoppedInEvaluation
+from harness.run.stopping import StopAfterSignal, StoppedInEvaluation
 from harness.run.weights import load_converted
 
 import torch
@@ -36,14 +37,22 @@ from trl import DistillationConfig
 
 @dataclass
 class Parts:
-    """What the overrides of `RunTrainer` use. All but the loss and the hidden buffers are callbacks too."""
+    """What a run adds to a trainer, and what is known only before the model is sharded."""
 
+    checkpoint: Path | None  # that the run resumes from
     position: StreamPosition
     reader: AgreedReader
     progress: Progress
     checkpoints: Checkpoints
+    stop: StopAfterSignal
     loss: Loss
     hidden: HiddenBuffers
+    parameters: tuple[int, int]  # how many are trained, and how many there are
+
+    @property
+    def resumed_from(self) -> int:
+        """The step of the checkpoint."""
+        return step_of(self.checkpoint) if self.checkpoint else 0
 
 
 class RunTrainer(TrainerWithHooks):
@@ -183,12 +192,20 @@ def add_parts(
     hidden: HiddenBuffers | None = None,
 ) -> Parts:
     """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
-    before = read_marker(checkpoint)["progress"] if checkpoint else {}
-    progress = Progress(trainer, before)
+    progress = Progress(trainer, read_marker(checkpoint)["progress"] if checkpoint else {})
     position = StreamPosition(trainer, checkpoint)
-    reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
-    checkpoints = Checkpoints(trainer, progress, original)
-    trainer.parts = Parts(position, reader, progress, checkpoints, loss or Loss(), hidden or [])
+    trainer.parts = Parts(
+        checkpoint,
+        position,
+        AgreedReader(trainer, group, position),
+        progress,
+        Checkpoints(trainer, progress, original),
+        StopAfterSignal(trainer, group),
+        loss or Loss(),
+        hidden or [],
+        count_parameters(trainer.model),
+    )
+    trainer.parts.reader.saved_step = trainer.parts.resumed_from
     add_overrides(trainer, RunTrainer)
     return trainer.parts
 

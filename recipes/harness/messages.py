@@ -73,7 +73,7 @@ def wait_for_end(seconds: float) -> None:
         time.sleep(0.05)
 
 
-def last_line(error: Exception) -> str:
+def last_line(error: Exception | str) -> str:
     """The last line of an error's text: what libraries write before it is where it happened."""
     return (str(error).strip().splitlines() or [""])[-1][:300]
 

@@ -25,9 +25,8 @@ class GpuFeatures(NamedTuple):
     """What the GPUs of a run support."""
 
     attention: list[str]  # the implementations that can be used, besides those of transformers
-    no_flash: str = ""  # why an implementation that is installed cannot be used, "" if there is no problem
     no_triton: str = ""  # why TRL's loss cannot use Triton, "" if it can
-    problem: str = ""  # why the GPU itself cannot be used at the moment (it is full or busy, for example), "" if it can
+    problem: str = ""  # why this node cannot train, "" if it can
 
 
 NO_FEATURES = GpuFeatures([])

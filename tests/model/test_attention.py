@@ -1,11 +1,9 @@
 """Attention within packed documents (`varlen`) is that of SDPA with a mask; and which attention a run uses."""
 
-import sys
-import types
 from types import SimpleNamespace
 
 from harness.messages import UserError
-from harness.model import attention, gpu_features, varlen
+from harness.model import attention, varlen
 from harness.rehearsal import tiny
 from harness.runs import GpuFeatures, Run
 
@@ -136,32 +134,3 @@ def test_choice(tmp_path, family, sizes, arguments, run, expected):
             attention.set_attention(training_args, model_args, run)
     else:
         attention.set_attention(training_args, model_args, run)
-
-
-def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
-    """It was built for another PyTorch, and transformers knows only that it is installed."""
-    symbol = "flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn/__init__.py").write_text(f"raise ImportError('{symbol}')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(gpu_features, "is_flash_attn_2_available", lambda kernels_fallback_ok=False: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 6))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    usable, no_flash, *_ = gpu_features.find_gpu_features()  # there is no GPU
-    assert not usable and no_flash.startswith("PyTorch's FlashAttention does not run on this GPU (") and symbol in no_flash
-    monkeypatch.setattr(gpu_features, "problem_of_varlen", lambda: "")
-    usable, no_flash, *_ = gpu_features.find_gpu_features()
-    assert usable == ["varlen"] and symbol in no_flash
-
-    AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "model")
-    model_args = ModelConfig(str(tmp_path / "model"))
-    unpacked = SFTConfig(use_cpu=True, packing=False, bf16=True)
-    run = Run("a.py", gpu=GpuFeatures(usable, no_flash))
-    attention.set_attention(unpacked, model_args, run)
-    assert model_args.attn_implementation is None
-    attention.print_attention(model_args, run)
-    warning, line = capsys.readouterr().out.splitlines()
-    assert symbol in warning and line == "Attention: the default of transformers"
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    assert gpu_features.find_gpu_features()[:2] == (["varlen", "flash_attention_2"], "")

@@ -148,7 +148,7 @@ def choice(monkeypatch, one_gpu):
     monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setattr(command, "start_server", lambda: "fork")
     monkeypatch.setattr(
-        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], os.environ["CUDA_VISIBLE_DEVICES"])
     )
     seen = {}
 

@@ -153,13 +153,13 @@ def test_teacher_of_a_quantized_model_can_be_the_model_itself(tmp_path):
 
 
 def test_teacher_of_another_vocabulary(tmp_path, environment):
-    """It may have other tokens at the end only, and as many rows of the embedding."""
+    """It may have other tokens at the end only."""
     folders = {name: str(tiny_model(name, tmp_path / name)) for name in ("Qwen/Qwen3-4B", "Qwen/Qwen2-0.5B")}
     student = ModelConfig(model_name_or_path=folders["Qwen/Qwen3-4B"])
     args = DistillationConfig(output_dir=str(tmp_path), use_cpu=True, teacher_model_name_or_path=student.model_name_or_path)
     check_teacher(args, student)
     args.teacher_model_name_or_path = folders["Qwen/Qwen2-0.5B"]
-    with pytest.raises(UserError, match="another vocabulary"):
+    with pytest.raises(UserError, match="other tokens"):
         check_teacher(args, student)
     tokenizer = AutoTokenizer.from_pretrained(student.model_name_or_path)
     tokenizer.add_tokens(["<one more>"])
@@ -167,8 +167,3 @@ def test_teacher_of_another_vocabulary(tmp_path, environment):
     tokenizer.save_pretrained(tmp_path / "longer")
     args.teacher_model_name_or_path = str(tmp_path / "longer")
     check_teacher(args, student)
-    config = read(tmp_path / "longer", "config.json")
-    larger = config["vocab_size"] + 64
-    (tmp_path / "longer/config.json").write_text(json.dumps(config | {"vocab_size": larger}))
-    with pytest.raises(UserError, match=rf"vocab_size {larger} and {config['vocab_size']}"):
-        check_teacher(args, student)

@@ -101,7 +101,7 @@ CASES = [
     ("--tiny llama31_70b_qlora 2x3090_qlora --bf16 true", "--bf16"),
     ("--tiny qwen2_chat 4gpu_shard_grad_op --optim adamw_8bit", "--optim adamw_8bit"),
     (f"{TINY} --optim paged_adamw_8bit", "--optim paged_adamw_8bit"),
-    ("--preview --tiny qwen2_chat --use_peft --lora_target_modules Wq", "--lora_target_modules"),
+    ("--preview --tiny qwen2_chat --use_peft --lora_target_modules Wq", "Wq"),
     # --config
     (f"{TINY} --config", "--config"),
     (f"{TINY} --config tab.yaml", "--config"),

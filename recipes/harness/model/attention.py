@@ -4,7 +4,7 @@ import re
 
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
 from harness.hub import check_model_exists
-from harness.messages import UserError, print_once
+from harness.messages import UserError
 from harness.model.gpu_features import FLASH, VARLEN
 from harness.model.packing import has_documents, keeps_documents_apart
 from harness.model.varlen import MAX_HEAD_SIZE, register_varlen
@@ -33,7 +33,8 @@ def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, 
     A rehearsal on CPU can do what a GPU can. If the config cannot be read, `check_model` says so. TRL's selective activation
     checkpointing does not know `varlen`: it would compute it a second time, as without the option.
     """
-    config, model_class = config_and_class(model_args, run.tiny)
+    config = config_of(model_args, run.tiny)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     in_16_bit = dtype_of_products(training_args, str(model_args.dtype)) in ("bfloat16", "float16")
     is_selective = (training_args.activation_checkpointing_kwargs or {}).get("selective")
     has_kernel = not is_selective and (run.on_cpu or (VARLEN in run.gpu.attention and in_16_bit))
@@ -51,20 +52,18 @@ def dtype_of_products(training_args: TrainingArguments, otherwise: str) -> str:
     return "float16" if training_args.fp16 else otherwise
 
 
-def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:
-    """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
-    name = model_args.model_name_or_path
-    revision = model_args.model_revision
-    if not name:  # the recipe makes its model itself
-        return None, None
-    known = tiny.family_of(name) if is_tiny else None
+def config_of(model_args: ModelConfig, is_tiny: bool) -> PreTrainedConfig | None:
+    """The config of the model, None if it cannot be read, or the recipe makes its model itself. `is_tiny`: a rehearsal."""
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    if not name:
+        return None
+    if is_tiny and (known := tiny.family_of(name)):
+        return AutoConfig.for_model(**known["config"])
     try:
-        if not known:
-            check_model_exists(name, revision)  # fails at once if the Hub is unreachable; `from_pretrained` tries for 20 seconds
-        config = AutoConfig.for_model(**known["config"]) if known else AutoConfig.from_pretrained(name, revision=revision)
+        check_model_exists(name, revision)  # fails at once if the Hub is unreachable; `from_pretrained` tries for 20 seconds
+        return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, UserError):
-        return None, None
-    return config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        return None
 
 
 def can_use_varlen(config: PreTrainedConfig, model_class: type | None) -> bool:
@@ -88,14 +87,3 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
     sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
     # By their usual names, which every config maps to its own: GPT-2's n_embd, GPT-Neo's num_heads.
     return sizes or [getattr(text, "hidden_size", 64) // (getattr(text, "num_attention_heads", None) or 1)]
-
-
-def print_attention(model_args: ModelConfig, run: Run) -> None:
-    """Prints which attention a run uses, and what is installed and cannot be used."""
-    if run.on_cpu:
-        return
-    if run.gpu.no_triton:
-        print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {run.gpu.no_triton}")
-    if run.gpu.no_flash:
-        print_once(f"warning: {run.gpu.no_flash}")
-    print_once(f"Attention: {model_args.attn_implementation or 'the default of transformers'}")

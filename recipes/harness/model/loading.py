@@ -16,7 +16,7 @@ from harness.compat.transformers import (
 from harness.compat.trl import compute_loss_without_triton
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError, is_first_process
-from harness.model.attention import config_and_class, dtype_of_products, set_attention
+from harness.model.attention import config_of, dtype_of_products, set_attention
 from harness.rehearsal import tiny
 from harness.runs import Run
 
@@ -26,6 +26,7 @@ from peft import PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -135,8 +136,6 @@ def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelC
 
 def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:
     """Raises UserError unless config and tokenizer of the model can be read, and fit each other and the run."""
-    from transformers import AutoTokenizer
-
     name = model_args.model_name_or_path
     revision = model_args.model_revision
     check_model_exists(name, revision)
@@ -170,25 +169,21 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
 
 
 def check_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Raises UserError unless a teacher can be read, and, for DistillationTrainer, has the vocabulary of the model."""
-    from transformers import AutoTokenizer
+    """Raises UserError if a teacher's tokens are others than the model's.
 
+    DistillationTrainer compares only the sizes of the vocabularies, and would compare the probabilities of different words.
+    """
     teacher, student = training_args.teacher_model_name_or_path, model_args.model_name_or_path
-    sizes = []
     vocabularies = []
     for name, revision in ((teacher, training_args.teacher_model_revision or "main"), (student, model_args.model_revision)):
         with hub_errors(TOKENIZER, name):
-            sizes.append(AutoConfig.from_pretrained(name, revision=revision).get_text_config().vocab_size)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         vocabularies.append(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     # Tokens that only one of them has are at the end, where the other model has unused rows.
     shared = min(map(len, vocabularies))
-    has_same_tokens = vocabularies[0][:shared] == vocabularies[1][:shared]
-    if isinstance(training_args, DistillationConfig) and (sizes[0] != sizes[1] or not has_same_tokens):
-        difference = f" (vocab_size {sizes[0]} and {sizes[1]})" if sizes[0] != sizes[1] else ""
+    if isinstance(training_args, DistillationConfig) and vocabularies[0][:shared] != vocabularies[1][:shared]:
         raise UserError(
-            f"--teacher_model_name_or_path: {teacher} has another vocabulary than {student}{difference}, so the probabilities of "
-            "their tokens cannot be compared: pass a teacher of the same family, with the same vocab_size"
+            f"--teacher_model_name_or_path: {teacher} has other tokens than {student}: pass a teacher of the same family"
         )
 
 
@@ -212,10 +207,9 @@ def check_architecture(training_args: TrainingArguments, model_args: ModelConfig
 def count_positions(config: PreTrainedConfig) -> int | None:
     """How many positions a model has, also with a RoPE that scales them; None if it has no such limit."""
     positions = getattr(config, "max_position_embeddings", None)
-    scaling = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (scaling, *scaling.values()) if isinstance(kind, dict)]  # one for each type of layer
-    factors = [(kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or positions or 0) for kind in kinds]
-    return positions and max(positions, *map(int, factors), 0)
+    scaling = getattr(config, "rope_parameters", None) or {}  # of some models for each type of layer
+    factor = scaling.get("factor") or 1
+    return positions and max(positions, int(factor * (scaling.get("original_max_position_embeddings") or positions)))
 
 
 def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
@@ -232,56 +226,44 @@ def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
 def keep_adapter_in_text_part(model_args: ModelConfig, is_tiny: bool) -> None:
     """If the rows are texts, keeps the adapter of a model for text and images out of the part that reads images.
 
-    An adapter there would get no gradient, and servers such as vLLM refuse it. Names that only the text part has are not changed.
+    An adapter there would get no gradient, and servers such as vLLM refuse it. A regular expression of the user stays.
     """
-    config, _ = config_and_class(model_args, is_tiny)
-    if not model_args.use_peft or not model_args.lora_target_modules or config is None or not tiny.has_vision_part(config):
+    names = model_args.lora_target_modules
+    if not model_args.use_peft or not names or (isinstance(names, str) and names != "all-linear"):
         return
-    if config.is_encoder_decoder:
+    config = config_of(model_args, is_tiny)
+    if config is None or not tiny.has_vision_part(config) or config.is_encoder_decoder:
         return
     with torch.device("meta"):
         model = tiny.make_model(config)
     text = model.get_decoder()
-    (prefix,) = (name for name, module in model.named_modules() if module is text)
-    outside = [name for name, _ in model.named_modules() if not f"{name}.".startswith(f"{prefix}.")]
-    names = model_args.lora_target_modules
+    (prefix,) = (path for path, module in model.named_modules() if module is text)
     if names == "all-linear":
         names = linear_modules(text)
-    elif isinstance(names, str) or not any(path.split(".")[-1] in names for path in outside):
-        return
-    model_args.lora_target_modules = rf"{re.escape(prefix)}\..*\.({'|'.join(names)})"
+    model_args.lora_target_modules = rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(names)})"
 
 
 def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
-    """The model with its adapter on the meta device. Raises UserError for a name that PEFT would ignore next to known ones."""
+    """The model with its adapter on the meta device.
+
+    Raises UserError for a name that PEFT would ignore next to known ones, so that less is trained than the flags say.
+    """
     model = build_on_meta(model_args)
     settings = get_peft_config(model_args)
     modules = [path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
     weights = [path for path, _ in model.named_parameters()]
-    linear = linear_modules(model)
-    problem = None
-    try:
-        with torch.device("meta"):
-            model = get_peft_model(model, settings)  # replaces names of transformers 4 in the settings
-    except ValueError as error:
-        problem = error
-    named = {"target_modules": (modules, linear), "target_parameters": (weights, weights), "modules_to_save": (modules, modules)}
+    with torch.device("meta"):
+        adapted = get_peft_model(model, settings)  # replaces names of transformers 4 in the settings
     settings.modules_to_save = model_args.lora_modules_to_save  # PEFT adds the names that heads of classifiers can have
-    for option, (existing, choice) in named.items():
+    for option, paths in (("target_modules", modules), ("target_parameters", weights), ("modules_to_save", modules)):
         given = getattr(settings, option) or []
         if isinstance(given, str):  # all-linear, or a regular expression for whole names
             continue
-        if unknown := sorted(word for word in given if not is_end_of_any(word, existing)):
-            parts = dict.fromkeys(re.sub(r".*\.\d+\.", "", path) for path in choice)
-            raise UserError(f"--lora_{option}: {name} has no {', '.join(unknown)}: pass some of {', '.join(parts)}")
-    if problem:
-        raise UserError(f"--use_peft: {' '.join(str(problem).split())[:300]}") from problem
-    return model
-
-
-def is_end_of_any(name: str, paths: list[str]) -> bool:
-    """Whether a path ends with this name, or with these names with dots between them."""
-    return any(f".{path}".endswith(f".{name}") for path in paths)
+        unknown = [word for word in given if not any(f".{path}".endswith(f".{word}") for path in paths)]
+        if unknown:
+            known = dict.fromkeys(re.sub(r".*\.\d+\.", "", path) for path in paths)
+            raise UserError(f"--lora_{option}: {name} has no {', '.join(sorted(unknown))}: pass some of {', '.join(known)}")
+    return adapted
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:

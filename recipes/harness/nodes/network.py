@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from harness.launched import end_run
-from harness.messages import UserError, die
+from harness.messages import UserError, die, last_line
 from harness.signals import last_signal
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def time_limit(seconds: float, stop: Callable[[Any], None], argument: Any) -> It
 
 def exit_with_causes(reason: Exception | str) -> NoReturn:
     """Exits because processes that have just started cannot communicate."""
-    _exit(f"the processes cannot communicate: {first_line(reason)}. {CAUSES}", UNREACHABLE)
+    _exit(f"the processes cannot communicate: {last_line(reason)}. {CAUSES}", UNREACHABLE)
 
 
 def exit_if_connection_lost(error: Exception, step: int | None = None, resume: str = "") -> None:
@@ -150,7 +150,7 @@ def exit_if_connection_lost(error: Exception, step: int | None = None, resume: s
         return
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and FROM_GLOO.search(str(error))):
         place = "" if step is None else f" at step {step}"
-        lost = f"the connection to another process was lost{place} ({first_line(error)})"
+        lost = f"the connection to another process was lost{place} ({last_line(error)})"
         if _can_start_again():
             _exit(lost, LOST, is_error=False)
         _exit(f"{lost}. {resume}".strip(), LOST)
@@ -167,11 +167,6 @@ def _exit(message: str, code: int, is_error: bool = True) -> NoReturn:
     if last_signal():  # the launcher says why the other process exited
         os._exit(code)
     die(message, code, is_error=is_error, is_final=code != LOST)
-
-
-def first_line(error: Exception | str) -> str:
-    """The first sentence of an error, without the place in gloo's source."""
-    return re.sub(r"^\[[^\]]*\] *", "", str(error).strip().split("\n")[0]).split(". ")[0][:200]
 
 
 def own_address(host: str) -> str:

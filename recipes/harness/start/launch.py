@@ -30,10 +30,10 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.folder import NOT_WRITABLE
 from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched, read_number, write_number
-from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, plural
+from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, last_line, plural
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
-from harness.nodes.network import LOST, UNREACHABLE, first_line, interface_of, interface_to, own_address
+from harness.nodes.network import LOST, UNREACHABLE, interface_of, interface_to, own_address
 from harness.nodes.variables import integer_from_environment, seconds_to_wait
 from harness.run.failures import HOST_ADVICE
 from harness.runs import rehearsal_hint
@@ -221,7 +221,7 @@ def run_processes(command: list[str], nodes: Nodes, per_node: int, max_restarts:
             "same NNODES, MASTER_ADDR and MASTER_PORT"
         ) from error
     except (RendezvousError, DistError) as error:
-        print(f"error: {nodes.head}:{nodes.port} cannot be reached: {first_line(error)}", file=sys.stderr)
+        print(f"error: {nodes.head}:{nodes.port} cannot be reached: {last_line(error)}", file=sys.stderr)
         return UNREACHABLE, 0
     return 0, 0
 

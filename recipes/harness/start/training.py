@@ -22,7 +22,6 @@ from harness.data import reading
 from harness.hub import commit_of
 from harness.launched import launched
 from harness.messages import UserError, is_first_process, print_once
-from harness.model.attention import print_attention
 from harness.model.gpu_features import find_gpu_features
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
@@ -228,7 +227,7 @@ def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures
     for node in nodes[1:]:
         features = GpuFeatures(*node["features"])
         attention = [name for name in common.attention if name in features.attention]
-        common = GpuFeatures(attention, common.no_flash or features.no_flash, common.no_triton or features.no_triton)
+        common = GpuFeatures(attention, common.no_triton or features.no_triton)
     return common
 
 
@@ -278,8 +277,6 @@ def print_differences(run: Run, arguments: Arguments) -> None:
         tiny.print_notice(run.data, training_args, model_args)
         if run.repository:
             print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
-    if model_args.model_name_or_path:
-        print_attention(model_args, run)
 
 
 def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:

@@ -49,6 +49,17 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(130)
 
 
+@contextlib.contextmanager
+def one_message() -> Iterator[None]:
+    """Makes other errors a UserError with their last line: in a command, that of a library says what is wrong."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{type(error).__name__}: {last_line(error)} (--debug shows the traceback)") from error
+
+
 def die(message: str, code: int, is_of_one_process: bool = False, is_error: bool = True, is_final: bool = True) -> NoReturn:
     """Prints an error and ends this process at once: the others may never reach the end of a collective.
 

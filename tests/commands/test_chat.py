@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from harness.commands import chat, merge, saved
 from harness.run.prompts import describe_rows
@@ -17,7 +16,7 @@ import transformers.integrations.accelerate as device_maps
 from conftest import ROOT, slow
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
-from runs import assert_one_error, read, tiny_tokenizer
+from runs import assert_one_error, read
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -106,8 +105,8 @@ def test_system_message_of_the_training_rows():
     assert described("Be brief.", "Be kind.")["system"] is described("Be brief.", None)["system"] is None
 
 
-def test_system_message_and_tools(rehearse, monkeypatch, tmp_path):
-    """A run's own system message is in every prompt, --system replaces it, and --tools goes to the template."""
+def test_system_message(rehearse, monkeypatch, tmp_path):
+    """A run's own system message is in every prompt, and --system replaces it."""
     run = tmp_path / "run"
     shutil.copytree(rehearse("qwen2_chat", "1x3090"), run)
     (run / "prompt.json").write_text(json.dumps(read(run, "prompt.json") | {"system": "Be brief."}))
@@ -119,58 +118,9 @@ def test_system_message_and_tools(rehearse, monkeypatch, tmp_path):
     assert "Be kind." in prompts[-1] and "Be brief." not in prompts[-1]
 
 
-def test_flags_without_an_effect(rehearse, error_of, tmp_path):
-    run, tools = rehearse("qwen2_fineweb_edu", "1x3090"), tmp_path / "tools.json"
+def test_flags_without_an_effect(rehearse, error_of):
+    run = rehearse("qwen2_fineweb_edu", "1x3090")
     assert "--system" in error_of(chat.main, str(run), "--system", "Be brief.")
-    tools.write_text("{}")
-    assert "--tools" in error_of(chat.main, str(run), "--tools", str(tools))
-    tools.write_text(json.dumps([TOOL]))
-    assert "was not trained on conversations" in error_of(chat.main, str(run), "--tools", str(tools))
-
-
-TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
-REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ tools }}"
-
-
-@pytest.mark.parametrize(
-    ("template", "system", "tools", "reason"),
-    [
-        (REFUSES, None, [TOOL], ""),
-        (REFUSES, "Be brief.", None, "--system, --tools: the chat template of a_run fails (System role not supported)"),
-        ("{{ tools[0].name.upper() }}", None, [{"type": "web_search"}], "--system, --tools: the chat template of a_run fails"),
-        ({"default": "{{ messages }}", "tool_use": "{{ tools }}"}, None, [TOOL], ""),
-        ({"default": "{{ messages }}", "other": "{{ tools }}"}, None, [TOOL], "takes no tools"),
-        ("{{ messages }}", None, [TOOL], "takes no tools"),
-    ],
-)
-def test_flags_that_a_template_refuses(error_of, template, system, tools, reason):
-    """It is found before the model is loaded. Of named templates, that for tools counts."""
-    tokenizer = tiny_tokenizer("meta-llama/Llama-3.1-8B")
-    tokenizer.chat_template = template
-    parsed = SimpleNamespace(run="a_run", system=system, tools=tools and "tools.json")
-    start = [{"role": "system", "content": system}] if system else []
-    arguments = parsed, True, tokenizer, start, {"tools": tools}
-    if reason:
-        assert reason in error_of(chat.check_flags, *arguments)
-    else:
-        chat.check_flags(*arguments)
-
-
-def test_tools_are_read_as_in_training_rows(tmp_path, error_of):
-    file = tmp_path / "tools.json"
-    wrapped = {"type": "function", "function": TOOL}
-    for tools in ([TOOL], [wrapped]):
-        file.write_text(json.dumps(tools))
-        assert chat.load_tools(file) == [wrapped]
-    for text, reason in (
-        ("[", "cannot be read"),
-        ("5", "tools that are not a list"),
-        ("[5]", "not an object"),
-        ("[]", "no tools"),
-    ):
-        file.write_text(text)
-        message = error_of(chat.load_tools, file)
-        assert message.startswith(f"--tools: {file} ") and reason in message
 
 
 @pytest.fixture
@@ -199,13 +149,15 @@ def test_weights_that_were_quantized_while_loading(rehearse, copied_run):
 def test_quantized_weights_of_another_machine(copied_run, monkeypatch, tmp_path, error_of):
     """They are looked for by the name of their folder, which a --prepare with the same flags gives them too."""
     folder, write = copied_run
-    name = read(folder)["quantized_weights"].split("/")[-1]
+    known = Path(read(folder)["quantized_weights"])
+    name = known.name
     write(f"/on/another/machine/{name}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     message = error_of(saved.load_model, folder)
     assert "/on/another/machine" in message and "./launch.sh --prepare llama31_70b_qlora" in message
-    (tmp_path / "quantized" / name).mkdir(parents=True)
-    assert saved.find_quantized_weights(read(folder)) == tmp_path / "quantized" / name
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / name).symlink_to(known)
+    assert saved.load_model(folder).eval()
 
 
 def test_70b_in_4_bits_fits_two_24_gb_gpus(monkeypatch):

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import re
 import shutil
 
 from harness.commands import merge
-from harness.commands.saved import read_adapter_settings
 from harness.messages import UserError
 from harness.run.parameters import quantization_of
 
@@ -121,7 +119,7 @@ def test_folders_of_a_merged_model_can_be_read(tmp_path, monkeypatch):
     def write(source, target, uses_original):
         (target / "additional_chat_templates").mkdir()
         (target / "additional_chat_templates/tool_use.jinja").touch(0o600)
-        return "Merged into"
+        return None
 
     monkeypatch.setattr(merge, "find_source", lambda run: run)
     monkeypatch.setattr(merge, "merge", write)
@@ -245,32 +243,27 @@ def test_merge_of_other_adapters(tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    ("settings", "advice"),
+    "settings",
     [
-        (LoraConfig(init_lora_weights="pissa"), "PeftModel.from_pretrained"),
-        (LoraConfig(init_lora_weights="olora"), "PeftModel.from_pretrained"),
-        (LoraConfig(init_lora_weights="pissa_niter_4"), "after train(trainer)"),
-        (LoraConfig(init_lora_weights="lora_ga"), "after train(trainer)"),
-        (LoraConfig(init_lora_weights="corda"), "after train(trainer)"),
-        (LoraConfig(alora_invocation_tokens=[5, 6]), "must not be merged"),
-        (PrefixTuningConfig(num_virtual_tokens=4), "must not be merged"),
-        (IA3Config(), "PeftModel.from_pretrained"),
-        (LoHaConfig(), "PeftModel.from_pretrained"),
-        (LoraConfig(task_type="TOKEN_CLS"), "PeftModel.from_pretrained"),
-        (LoraConfig(bias="all"), "PeftModel.from_pretrained"),
-        (LoraConfig(ensure_weight_tying=True), "PeftModel.from_pretrained"),
-        (LoraConfig(use_qalora=True), "PeftModel.from_pretrained"),
-        (LoraConfig(layer_replication=[(0, 1), (0, 1)]), "PeftModel.from_pretrained"),
-        (LoraConfig(trainable_token_indices=[1, 5]), "PeftModel.from_pretrained"),
-        (LoraConfig(velora_config=VeloraConfig()), "PeftModel.from_pretrained"),
+        *(LoraConfig(init_lora_weights=way) for way in ("pissa", "olora", "pissa_niter_4", "lora_ga", "corda")),
+        LoraConfig(alora_invocation_tokens=[5, 6]),
+        PrefixTuningConfig(num_virtual_tokens=4),
+        IA3Config(),
+        LoHaConfig(),
+        LoraConfig(task_type="TOKEN_CLS"),
+        LoraConfig(bias="all"),
+        LoraConfig(ensure_weight_tying=True),
+        LoraConfig(use_qalora=True),
+        LoraConfig(layer_replication=[(0, 1), (0, 1)]),
+        LoraConfig(trainable_token_indices=[1, 5]),
+        LoraConfig(velora_config=VeloraConfig()),
     ],
 )
-def test_adapters_that_a_sum_cannot_merge(tmp_path, error_of, settings, advice):
+def test_adapters_that_a_sum_cannot_merge(tmp_path, error_of, settings):
     settings.base_model_name_or_path = str(tmp_path / "base")
     settings.save_pretrained(tmp_path / "adapter")
     save_file({"any": torch.zeros(1)}, tmp_path / "adapter/adapter_model.safetensors")
-    message = error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged"))
-    assert advice in message and "PeftType" not in message
+    assert error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged")).startswith(str(tmp_path / "adapter"))
     assert not (tmp_path / "merged").exists()
 
 
@@ -339,16 +332,6 @@ def test_merge_into_files_with_older_names(tmp_path):
     torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
     with model.disable_adapter():
         assert not torch.equal(logits(model), merged)
-
-
-def test_adapter_without_a_base_model(tmp_path, error_of):
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
-    assert "base_model_name_or_path" in error_of(read_adapter_settings, tmp_path)
-
-
-@pytest.mark.parametrize("flags", [["--push_to_hub"], ["--hub-model-id", "me/mine", "--push-to-hub"]], ids=" ".join)
-def test_flags_of_uploads_name_the_command_that_uploads(tmp_path, error_of, flags):
-    assert re.match(r"--\w+: .*hf upload", error_of(merge.main, str(tmp_path), *flags))
 
 
 def test_damaged_checkpoint(rehearse, tmp_path, error_of):

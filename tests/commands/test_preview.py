@@ -164,7 +164,7 @@ def test_json_of_a_recipe_that_truncates_rows_itself(preview_tiny):
 
 
 def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
-    """Skipped rows with reasons, ignored columns and turns: the same in both. A document is shown complete with --full."""
+    """Skipped rows with reasons, ignored columns and turns: the same in both."""
     thanks = [{"role": "user", "content": "Thanks"}]
     rows = [
         {"id": index, "messages": [{"role": role, "content": f"{role} {index}"} for role in ("user", "assistant")] + thanks}
@@ -183,18 +183,13 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
         "rows skipped: 3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)."
         in process.stderr
     )
-    shown = preview_tiny("qwen2_chat", "--dataset_name", str(path), "--full", "2").stdout
-    assert "--- document 2 of 54" in shown and "shown by" not in shown
     run = rehearse("qwen2_chat", "1x3090", "--dataset_name", str(path))
     assert read(run)["data"] == data and read(run)["times_seen"] > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "full"), [(["--a", "-1"], None), (["--full", "--a", "-1"], 1), (["--a", "-1", "--full", "7", "--json"], 7)]
-)
-def test_flags_of_a_preview_and_of_its_recipe(words, full):
-    parsed = arguments.preview().read(["recipe.py", *words])
-    assert (parsed.full, parsed.flags, parsed.json) == (full, ["--a", "-1"], "--json" in words)
+def test_flags_of_a_preview_and_of_its_recipe():
+    parsed = arguments.preview().read(["recipe.py", "--a", "-1", "--json"])
+    assert (parsed.flags, parsed.json) == (["--a", "-1"], True)
 
 
 @pytest.fixture

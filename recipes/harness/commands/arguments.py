@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.instead import INSTEAD, INSTEAD_IN_MERGE
 from harness.messages import UserError, exit_on_user_error
 
 
 class CommandParser(argparse.ArgumentParser):
     """Parses the words after `./launch.sh --COMMAND`. Wrong usage is a UserError."""
 
+    has_recipe = False
+
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"./launch.sh --{command}", description=description, allow_abbrev=False)
-        self.command = command
-        self.has_recipe = False
 
     def read(self, words: Sequence[str], namespace: Any = None) -> Any:
         """The values of the arguments. Of a command with a RECIPE, `flags` are the words that are flags of the recipe."""
@@ -30,11 +29,6 @@ class CommandParser(argparse.ArgumentParser):
         return values
 
     def error(self, message: str) -> NoReturn:
-        instead = INSTEAD | (INSTEAD_IN_MERGE if self.command == "merge" else {})
-        for word in message.split():
-            name = word.removeprefix("--").replace("-", "_")
-            if word.startswith("--") and name in instead:
-                raise UserError(f"--{name}: {instead[name]}")
         raise UserError(f"{message}: see {self.prog} --help")
 
 
@@ -46,7 +40,6 @@ def chat() -> CommandParser:
         "--system", metavar="TEXT", help="the system message; without the flag that of the training rows, if all have the same"
     )
     parser.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image to ask about; also several times")
-    parser.add_argument("--tools", metavar="FILE", type=Path, help="a JSON file with a list of tools, for the chat template")
     return parser
 
 
@@ -72,9 +65,6 @@ def prepare() -> CommandParser:
 def preview() -> CommandParser:
     parser = CommandParser("preview", "Shows the rows as the model will see them, and which tokens count in the loss.")
     add_recipe(parser)
-    parser.add_argument(
-        "--full", metavar="N", nargs="?", type=int, const=1, help="print document N in full, by default the first"
-    )
     add_json(parser)
     return parser
 

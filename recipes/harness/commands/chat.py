@@ -1,9 +1,8 @@
 """Talks to the model of a finished run. launch.sh calls it:
 
-`python -m harness.commands.chat RUN [--image FILE …] [--max_new_tokens N] [--system TEXT] [--tools FILE]`.
+`python -m harness.commands.chat RUN [--image FILE …] [--max_new_tokens N] [--system TEXT]`.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,33 +10,37 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer, read_prompt
-from harness.data.images import IMAGE, ImageCollator, encode_turns, find_file
-from harness.data.turns import SkippedRow, read_tools
+from harness.data.images import IMAGE, ImageCollator, encode_turns
 from harness.folder import CONVERSATIONS
-from harness.messages import UserError, exit_on_user_error, print_once, printable
+from harness.messages import UserError, exit_on_user_error, one_message, print_once, printable
 
 
+@one_message()
 def main(*words: str) -> None:
     """Answers every line of standard input, or continues it if the model was not trained on conversations."""
     parsed = arguments.chat().read(words)
     from harness.run.parameters import base_of, can_generate
 
-    if not parsed.run.is_dir():
-        raise UserError(f"{parsed.run} is not a folder: pass the output directory of a finished run")
-    tools = None if parsed.tools is None else load_tools(parsed.tools)
-    images = [read_image(path) for path in parsed.image or []]
+    images = [{"bytes": None, "path": str(path.absolute())} for path in parsed.image or []]
     processor = load_saved_processor(parsed.run) if images else None
-    tokenizer, prompt = load_saved_tokenizer(parsed.run), read_prompt(parsed.run)
-    is_chat = bool(tokenizer.chat_template) and prompt.get("rows", CONVERSATIONS) in (None, CONVERSATIONS)
-    options = {"tools": tools, **(prompt.get("chat_template_kwargs") or {})}
+    tokenizer = load_saved_tokenizer(parsed.run)
+    prompt = read_prompt(parsed.run)
+    rows = prompt.get("rows", CONVERSATIONS)
+    is_chat = bool(tokenizer.chat_template) and rows in (None, CONVERSATIONS)
+    if not is_chat and (parsed.system or images):
+        raise UserError(f"--system, --image: {parsed.run} was not trained on conversations: leave out the flag")
+    options = prompt.get("chat_template_kwargs") or {}
     system = prompt.get("system") if parsed.system is None else parsed.system
     start = [{"role": "system", "content": system}] if system else []
-    check_flags(parsed, is_chat, tokenizer, start, options)
     model = load_model(parsed.run)
     if not can_generate(base_of(model)):
         raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
     turns = list(start)
-    print_once(f"{parsed.run} is loaded on {model.device}. {how_to_write(is_chat, prompt)} `exit` ends.")
+    print_once(f"{parsed.run} is loaded on {model.device}. `exit` ends.")
+    if is_chat:
+        print_once("Write a line and wait for the answer. An empty line starts a new conversation.")
+    else:
+        print_once(f"It was trained on {rows or 'texts'}, so it continues what you write. Write \\n for a line break.")
     if images:
         print_once(f"The first question of each conversation has the images {', '.join(map(str, parsed.image))}.")
     if is_chat and system:
@@ -55,16 +58,7 @@ def main(*words: str) -> None:
                 inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", **options)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, parsed.max_new_tokens)})
         else:
-            text = line.replace("\\n", "\n")
-            generate(model, tokenizer, encode_text(tokenizer, text), parsed.max_new_tokens)
-
-
-def read_image(path: Path) -> dict[str, Any]:
-    """An image in the form that training rows have. Raises UserError if it cannot be read."""
-    image = {"bytes": None, "path": str(path)}
-    if reason := find_file(image, str(Path.cwd())):
-        raise UserError(f"--image: {reason.removeprefix('whose image ')}: pass the path of an image, such as a PNG or JPEG")
-    return image
+            generate(model, tokenizer, encode_text(tokenizer, line.replace("\\n", "\n")), parsed.max_new_tokens)
 
 
 def encode_with_images(processor: Any, turns: list[dict], images: list[dict], options: dict[str, Any]) -> Any:
@@ -73,48 +67,6 @@ def encode_with_images(processor: Any, turns: list[dict], images: list[dict], op
 
     ids = encode_turns(processor, turns, images, add_generation_prompt=True, **options)["input_ids"]
     return BatchFeature(ImageCollator(processor).for_prompts([ids], [images]))
-
-
-def load_tools(path: Path) -> list[dict[str, Any]]:
-    """The tools in a file, in the form that training rows have. Raises UserError unless it is a JSON list of tools."""
-    try:
-        tools = read_tools({"tools": json.loads(path.read_text("utf-8"))})
-    except SkippedRow as reason:
-        raise UserError(f"--tools: {path} is a file {reason}: pass a JSON list of tools") from reason
-    except (OSError, ValueError) as error:
-        raise UserError(f"--tools: {path} cannot be read: {error}") from error
-    if not tools:
-        raise UserError(f"--tools: {path} has no tools: pass a JSON list of tools, or leave out the flag")
-    return tools
-
-
-def check_flags(parsed: Any, is_chat: bool, tokenizer: Any, start: list[dict], options: dict[str, Any]) -> None:
-    """Raises UserError for flags that would have no effect on the prompts of this run, or that its chat template refuses.
-
-    `start`: the turns before the first question. `options`: what the template gets besides the turns.
-    """
-    if not is_chat:
-        for flag in ("system", "tools", "image"):
-            if getattr(parsed, flag):
-                raise UserError(f"--{flag}: {parsed.run} was not trained on conversations: leave out the flag")
-        return
-    turns = [*start, {"role": "user", "content": "Why?"}]
-    try:
-        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
-    except Exception as error:  # a template is a program: it can fail in any way
-        raise UserError(
-            f"--system, --tools: the chat template of {parsed.run} fails ({str(error)[:200]}): leave out the flag, or change its "
-            "value"
-        ) from error
-    if parsed.tools and "tools" not in tokenizer.get_chat_template(tools=options["tools"]):
-        raise UserError(f"--tools: the chat template of {parsed.run} takes no tools: leave out the flag")
-
-
-def how_to_write(is_chat: bool, prompt: dict[str, Any]) -> str:
-    """What to write, and what becomes of it."""
-    if is_chat:
-        return "Write a line and wait for the answer. An empty line starts a new conversation,"
-    return f"It was trained on {prompt.get('rows') or 'texts'}, so it continues what you write. Write \\n for a line break,"
 
 
 def lines() -> Iterator[str]:

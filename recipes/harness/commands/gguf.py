@@ -1,63 +1,75 @@
-"""A model that llama.cpp has converted to a GGUF file, for --verify."""
+"""A model that llama.cpp has converted to a GGUF file, for --verify; reading one needs the package gguf."""
 
 import copy
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.commands.saved import load_saved_tokenizer
-from harness.messages import UserError
 
 FLOATS = {"F32", "F16", "BF16"}  # the types of weights that are not quantized
 
 
+@dataclass
+class Check:
+    """A row of the table."""
+
+    model: str
+    what: str
+    expected: str
+    found: str
+    tolerance: str
+    result: str  # "ok", "FAILED" or "not checked"
+
+
+def compare(model: Path, what: str, expected: object, found: object) -> Check:
+    """A check of two things that must be equal."""
+    return Check(str(model), what, str(expected), str(found), "equal", "ok" if expected == found else "FAILED")
+
+
 def read_gguf(file: Path) -> Any:
     """The `gguf.GGUFReader` of a file: its settings and the types of its weights."""
-    if not find_spec("gguf"):
-        raise UserError(f"{file}: reading it needs the package gguf: .venv/bin/pip install gguf")
     from gguf import GGUFReader
 
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise UserError(f"{file} is not a GGUF file: give one that convert_hf_to_gguf.py or llama-quantize has written")
-    try:
-        return GGUFReader(file)
-    except (ValueError, KeyError, IndexError) as error:  # also a type of weights that the package does not know
-        raise UserError(
-            f"{file} is incomplete, or newer than the package gguf ({error}): convert it again, or update gguf"
-        ) from error
+    return GGUFReader(file)
 
 
 def is_quantized(reader: Any) -> bool:
     return any(tensor.tensor_type.name not in FLOATS for tensor in reader.tensors)
 
 
+def value_of(reader: Any, name: str) -> Any:
+    """A setting of the tokenizer in a GGUF file, None if it has no such setting."""
+    field = reader.fields.get(f"tokenizer.{name}")
+    return field.contents() if field else None
+
+
 def load_tokenizer_of(reader: Any, run: Path) -> Any:
     """The tokenizer that `run` has saved, with the chat template of the GGUF file."""
-    tokenizer, field = load_saved_tokenizer(run), reader.fields.get("tokenizer.chat_template")
-    tokenizer.chat_template = field.contents() if field else None
+    tokenizer = load_saved_tokenizer(run)
+    tokenizer.chat_template = value_of(reader, "chat_template")
     return tokenizer
 
 
-def check_vocabulary(reader: Any, tokenizer: Any) -> tuple[str, str]:
-    """The run's vocabulary in words, and that of the file: how many tokens are those of the run, and with which an answer ends.
+def check_vocabulary(file: Path, reader: Any, tokenizer: Any) -> list[Check]:
+    """Whether a GGUF file has the vocabulary of the run, and ends an answer with the same token.
 
-    Without the added tokens that are not special, whose blanks llama.cpp's program writes in another way. Equal texts for a file
-    without a vocabulary.
+    Without the added tokens that are not special, whose blanks llama.cpp's program writes in another way.
     """
-    field = reader.fields.get("tokenizer.ggml.tokens")
-    if field is None:
-        return "none", "none"
-    texts = field.contents()
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if not token.special}
-    known = {index: token for token, index in tokenizer.get_vocab().items() if index not in added}
-    equal = sum(index < len(texts) and texts[index] == token for index, token in known.items())
-    ends = set()
-    for name in ("eos", "eot"):
-        if end := reader.fields.get(f"tokenizer.ggml.{name}_token_id"):
-            ends.add(int(end.contents()))
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else min(ends, default=None)
-    return f"{len(known):,} tokens, end {tokenizer.eos_token_id}", f"{equal:,} tokens, end {end}"
+    texts = value_of(reader, "ggml.tokens")
+    if texts is None:
+        return []
+    known = tokenizer.get_vocab()
+    for token in tokenizer.added_tokens_decoder.values():
+        if not token.special:
+            del known[token.content]
+    equal = sum(index < len(texts) and texts[index] == token for token, index in known.items())
+    ends = [value_of(reader, f"ggml.{name}_token_id") for name in ("eos", "eot")]
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    return [
+        compare(file, "tokens of the vocabulary", len(known), equal),
+        compare(file, "token that ends an answer", tokenizer.eos_token_id, end),
+    ]
 
 
 def load_gguf(file: Path, trained: Any) -> Any:
@@ -72,26 +84,23 @@ def load_gguf(file: Path, trained: Any) -> Any:
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig
 
     config = copy.deepcopy(trained.get_text_config())
-    options: dict[str, Any] = {"gguf_file": str(file.absolute())}
     vars(config).pop("quantization_config", None)  # after QLoRA
-    try:
-        settings, _ = PreTrainedConfig.get_config_dict(file.parent, **options)
-        if settings["model_type"] != config.model_type:
-            raise UserError(f"{file} has the architecture {settings['model_type']}, but the run has trained {config.model_type}")
-        positions = settings.pop("rope_parameters", {})
-        if "rope_theta" in settings:
-            positions["rope_theta"] = settings.pop("rope_theta")
-        config.update(settings)
-        if "rope_theta" in (getattr(config, "rope_parameters", None) or {}):
-            config.rope_parameters |= positions
-        options["quantization_config"] = GgufConfig(dequantize=True)
-        options["device_map"] = "auto" if torch.cuda.is_available() else {"": "cpu"}
-        model, found = AutoModelForCausalLM.from_pretrained(
-            file.parent, config=config, dtype=config.dtype, output_loading_info=True, **options
-        )
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"{file}: transformers cannot read this architecture or quantization, so it is not compared: {error}"
-        ) from error
+    path = str(file.absolute())
+    settings, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=path)
+    positions = settings.pop("rope_parameters", {})
+    if "rope_theta" in settings:
+        positions["rope_theta"] = settings.pop("rope_theta")
+    config.update(settings)
+    if "rope_theta" in (getattr(config, "rope_parameters", None) or {}):
+        config.rope_parameters |= positions
+    model, found = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        config=config,
+        dtype=config.dtype,
+        output_loading_info=True,
+        gguf_file=path,
+        quantization_config=GgufConfig(dequantize=True),
+        device_map="auto" if torch.cuda.is_available() else {"": "cpu"},
+    )
     check_found(found, str(file))
     return model.eval()

@@ -6,7 +6,6 @@ A LoRA adapter is added to the model it was trained on, with one file of it in m
 of an unfinished run is put together.
 """
 
-import dataclasses
 import os
 import shutil
 import sys
@@ -30,16 +29,16 @@ from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
 from harness.signals import set_signal_handler
 
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "lm_head", "embed_out")  # names of the first and the last layer
+EMBEDDINGS = {"embed_tokens", "wte", "embed_in", "lm_head", "embed_out"}  # names of the first and the last layer
+ADAPTER = "adapter_model.safetensors"
 WRAPPER = "model."  # accelerate saves the weights of a sharded model below this name
 # The settings of a `LoraConfig` with which the merged model computes what the adapter does. All others must have their defaults.
-MERGED = (
+MERGED = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-    *("init_lora_weights", "eva_config", "megatron_core"),
-)
+    *("eva_config", "megatron_core"),
+}
 KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # the other `init_lora_weights` change the weights of the base model
-LOSE_BASE = ("pissa_niter", "corda", "lora_ga")  # beginnings of those that PEFT cannot repeat when it loads the adapter
 TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")  # those whose model the config.json of the base model names
 
 
@@ -50,17 +49,13 @@ def main(*words: str) -> None:
     target = Path(os.path.normpath(parsed.out)) if parsed.out else parsed.run / "merged"
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
-    prompt = read_prompt(source)
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror})") from error
+    draft.mkdir(parents=True)
     set_signal_handler(lambda number, frame: sys.exit(128 + number))  # so that the draft is deleted
     try:
-        done = merge(source, draft, parsed.original_weights)
-        if prompt:
+        merge(source, draft, parsed.original_weights)
+        if prompt := read_prompt(source):
             write_json(draft / PROMPT, prompt)
         for file in draft.rglob("*"):
             if file.is_file():
@@ -68,7 +63,7 @@ def main(*words: str) -> None:
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    print_once(f"{done} {target}.")
+    print_once(f"{source} is merged into {target}.")
     if (parsed.run / HELD_OUT).is_file():
         print_once(f"To compare it with what was trained: ./launch.sh --verify {parsed.run} {target}")
 
@@ -78,44 +73,34 @@ def find_source(run: Path) -> Path:
     from harness.model.weight_files import weight_files
     from harness.run.marker import find_damage
 
-    if not run.is_dir():
-        raise UserError(f"{run} is not a folder: pass the folder of a run or of a checkpoint")
-    if (run / "adapter_model.safetensors").is_file():
+    if (run / ADAPTER).is_file():
         return run
-    if weight_files(run):
-        raise UserError(f"{run} has a complete model, without an adapter: there is nothing to merge")
     for path in (run, *checkpoints(run)):
-        if (path / COMPLETION_MARKER).is_file():
+        is_complete = (path / COMPLETION_MARKER).is_file() and ((path / SHARDED).is_dir() or (path / ADAPTER).is_file())
+        if is_complete and not weight_files(run):  # a checkpoint can be older than the model in the folder
             if damage := find_damage(path):
                 raise UserError(f"{path} is damaged: {damage}: pass another checkpoint")
             return path
-    raise UserError(f"{run} has neither an adapter nor a complete sharded checkpoint")
+    raise UserError(f"{run}: nothing to merge: it has no adapter and no sharded checkpoint, or a complete model")
 
 
-def merge(source: Path, target: Path, uses_original: bool) -> str:
-    """Writes the model of an adapter or of a sharded checkpoint into `target`; returns what it has done, in words.
-
-    `uses_original`: see --original_weights.
-    """
+def merge(source: Path, target: Path, uses_original: bool) -> None:
+    """Writes the model of an adapter or of a sharded checkpoint into `target`. `uses_original`: see --original_weights."""
     from harness.run.sharded_files import check_sharded_files
 
     from safetensors.torch import load_file
 
-    if (source / "adapter_model.safetensors").is_file():
+    if (source / ADAPTER).is_file():
         with hub_errors("adapter", str(source)):
-            adapter = load_file(source / "adapter_model.safetensors")
-        add_adapter(source, adapter, target, uses_original)
-        return "Merged into"
-    if not (source / SHARDED).is_dir():
-        raise UserError(f"{source} is not sharded: it has the model in model.safetensors already")
+            add_adapter(source, load_file(source / ADAPTER), target, uses_original)
+        return
     check_sharded_files(source)
-    if (source / "adapter_config.json").is_file():
-        weights = read_sharded(source)
-        adapter = {name.removeprefix(WRAPPER).replace(".default.", "."): weight for name, weight in weights.items()}
-        add_adapter(source, adapter, target, uses_original)
-        return "Merged into"
-    put_together(source, target)
-    return f"The sharded weights of {source} are merged into"
+    if not (source / "adapter_config.json").is_file():
+        put_together(source, target)
+        return
+    weights = read_sharded(source)
+    adapter = {name.removeprefix(WRAPPER).replace(".default.", "."): weight for name, weight in weights.items()}
+    add_adapter(source, adapter, target, uses_original)
 
 
 def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
@@ -185,7 +170,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     which = "4-bit weights that it was trained on, unpacked" if quantized else "original weights"
     print_once(f"The adapter is added to the {which}: {base}.")
     is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
-    unties = is_tied and any(set(name.split(".")) & set(EMBEDDINGS) for name in adapter)
+    unties = is_tied and any(EMBEDDINGS & set(name.split(".")) for name in adapter)
     if unties or is_transposed or needs_peft(adapter, settings):
         merge_in_memory(base, settings, adapter, unties, target, how, quantized)
         copy_other_files(base, folder, target)
@@ -209,38 +194,29 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
 
 
 def check_can_be_merged(settings: Any, folder: Path) -> None:
-    """Raises UserError for an adapter that is more than a product that is added to the weights of its base model."""
+    """Raises UserError for an adapter that is more than a product that is added to the weights of its base model.
+
+    The merged model would compute something else, without an error.
+    """
     from peft import LoraConfig, PeftConfig
 
     kind = getattr(settings.peft_type, "value", None)
-    if settings.is_prompt_learning or getattr(settings, "alora_invocation_tokens", None):
-        kind = "aLoRA" if kind == "LORA" else kind
-        raise UserError(
-            f"{folder} has an adapter of type {kind}, which depends on the prompt and must not be merged: use it as an adapter"
-        )
-    problem = ""
+    problems = []
     if kind != "LORA":
-        problem = f"an adapter of type {kind}"
-    elif settings.task_type not in TASKS:
-        problem = f"the adapter of another model class (task_type {settings.task_type})"
-    elif settings.init_lora_weights not in KEEP_BASE:
-        problem = f"an adapter that has changed the weights of its base model (init_lora_weights {settings.init_lora_weights})"
+        problems.append(f"peft_type {kind}")
     else:
+        if settings.task_type not in TASKS:
+            problems.append(f"task_type {settings.task_type}")
+        if settings.init_lora_weights not in KEEP_BASE:
+            problems.append(f"init_lora_weights {settings.init_lora_weights}")
         default = LoraConfig()
-        common = {field.name for field in dataclasses.fields(PeftConfig)}
-        own = {field.name for field in dataclasses.fields(settings)} - common
-        for name in sorted(own.difference(MERGED)):
-            if getattr(settings, name) != getattr(default, name):
-                problem = f"an adapter with {name}"
-    if not problem:
-        return
-    advice = (
-        f'load its base model in Python, and merge it with PEFT: PeftModel.from_pretrained(model, "{folder}")'
-        ".merge_and_unload().save_pretrained(OUT)"
-    )
-    if str(getattr(settings, "init_lora_weights", "")).startswith(LOSE_BASE):  # made with random numbers or data
-        advice = "merge it in the recipe, after train(trainer): trainer.model.merge_and_unload().save_pretrained(OUT)"
-    raise UserError(f"{folder} has {problem}, and --merge is for LoRA, rsLoRA and DoRA: {advice}")
+        checked = {*vars(default)} - {*vars(PeftConfig())} - MERGED - {"init_lora_weights"}
+        problems += sorted(name for name in checked if getattr(settings, name) != getattr(default, name))
+    if problems:
+        raise UserError(
+            f"{folder} has an adapter with {', '.join(problems)}, and --merge is for LoRA, rsLoRA and DoRA: merge it in the "
+            "recipe, after train(trainer): trainer.model.merge_and_unload().save_pretrained(OUT)"
+        )
 
 
 def copy_other_files(base: Path, run: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.bitsandbytes import keep_4bit_layout
-from harness.folder import CHECKPOINT, PROMPT, RESULTS, SHARDED, read_json
+from harness.folder import CHECKPOINT, PROMPT, RESULTS, read_json
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError
 
@@ -18,7 +18,7 @@ def read_prompt(folder: Path) -> dict[str, Any]:
 
 
 def read_adapter_settings(folder: Path) -> Any:
-    """The `peft.PeftConfig` of an adapter. Raises UserError if it names no base model, or modules to import."""
+    """The `peft.PeftConfig` of an adapter. Raises UserError if it names modules to import."""
     from peft import PeftConfig
 
     file = folder / "adapter_config.json"
@@ -26,8 +26,6 @@ def read_adapter_settings(folder: Path) -> Any:
         raise UserError(f"{file} has a megatron_config, with which PEFT would import any module: it is not loaded")
     with hub_errors("adapter", str(folder)):
         settings = PeftConfig.from_pretrained(folder)
-    if not settings.base_model_name_or_path:
-        raise UserError(f"{file} names no base model: base_model_name_or_path is missing")
     return settings
 
 
@@ -42,11 +40,12 @@ def load_model(folder: Path) -> Any:
 
     import torch
     import transformers
+    from huggingface_hub.constants import HF_HOME
     from peft import PeftModel
     from transformers import AutoConfig, BitsAndBytesConfig
 
     is_adapter = (folder / "adapter_config.json").is_file()
-    if not is_adapter and ((folder / SHARDED).is_dir() or not (folder / "config.json").is_file()):
+    if not is_adapter and not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} has no model and no adapter: pass the output directory of a finished run; ./launch.sh --merge makes a "
             "model of a sharded checkpoint"
@@ -60,7 +59,13 @@ def load_model(folder: Path) -> Any:
         settings, results = read_adapter_settings(folder), read_json(folder / RESULTS)
         base, options["revision"] = settings.base_model_name_or_path, settings.revision or "main"
         if results.get("quantized_weights"):
-            base, options["revision"] = str(find_quantized_weights(results)), "main"
+            recorded = Path(results["quantized_weights"])
+            # Its name is the same on every machine.
+            base = str(recorded if recorded.is_dir() else Path(HF_HOME, "quantized", recorded.name))
+            options["revision"] = "main"
+            if not Path(base).is_dir():
+                recipe = results.get("recipe")
+                raise UserError(f"{recorded} is missing: ./launch.sh --prepare {recipe} makes it, with the flags of the run")
         elif results.get("quantization"):
             options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
             options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
@@ -79,17 +84,6 @@ def load_model(folder: Path) -> Any:
     return model.eval()
 
 
-def find_quantized_weights(results: dict[str, Any]) -> Path:
-    """The folder of the 4-bit weights that a run was trained on. Its name is the same on every machine."""
-    from huggingface_hub.constants import HF_HOME
-
-    recorded = Path(results["quantized_weights"])
-    for folder in (recorded, Path(HF_HOME, "quantized", recorded.name)):
-        if folder.is_dir():
-            return folder
-    raise UserError(f"{recorded} is missing: ./launch.sh --prepare {results.get('recipe')} makes it, with the flags of the run")
-
-
 def load_saved_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
@@ -98,12 +92,8 @@ def load_saved_tokenizer(folder: Path) -> Any:
 
 
 def load_saved_processor(folder: Path) -> Any:
-    """The processor of a run that was trained on images. Raises UserError for a folder or file without one."""
+    """The processor of a run that was trained on images."""
     from transformers import AutoProcessor
 
-    if not (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file():
-        raise UserError(
-            f"{folder} has no processor, which makes tokens of images: pass the output directory of a run with images"
-        )
     with hub_errors("processor", str(folder)):
         return AutoProcessor.from_pretrained(folder)

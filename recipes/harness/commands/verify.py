@@ -12,20 +12,19 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.batches import IGNORED
 from harness.commands import arguments
 from harness.commands.documents import documents_of
-from harness.commands.gguf import check_vocabulary, is_quantized, load_gguf, load_tokenizer_of, read_gguf
+from harness.commands.gguf import Check, check_vocabulary, compare, is_quantized, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, count_marks, encode_turns
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
-from harness.messages import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, one_message, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
@@ -42,55 +41,42 @@ class HeldOut:
     results: dict[str, Any]  # of the run, with the logged losses
 
 
-@dataclass
-class Check:
-    """A row of the table."""
-
-    model: str
-    what: str
-    expected: str
-    found: str
-    tolerance: str
-    result: str  # "ok", "FAILED" or "not checked"
-
-
+@one_message()
 def main(*words: str) -> int:
     """Checks whether the saved model of RUN, and MODEL if there is one, compute what was trained; returns 1 if one does not."""
     parsed = arguments.verify().read(words)
     run, merged = parsed.run, parsed.run / "merged"
     held_out = read_held_out(run)
     other = parsed.model or (merged if merged.is_dir() else None)
-    file = None
-    if other and other.is_file():  # first: to load and measure the run's model takes minutes
-        if has_images(held_out):
-            raise UserError(f"{other}: transformers reads no images with a GGUF file, and the run was evaluated on some")
-        file = read_gguf(other)
+    # First: to load and measure the run's model takes minutes.
+    file = read_gguf(other) if other and other.is_file() else None
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         model = load_model(run)
-        saved, config = measure(model, held_out, run), model.config
+        config = model.config
+        saved = measure(model, held_out, run)
         del model  # before the other one is loaded
-        checks = check_loss(run, saved, held_out, TOLERANCE) + check_prompts(run, held_out, partial(load_saved_tokenizer, run))
-        if other and other.resolve() != run.resolve():
-            if file:
-                quantized, load_tokenizer = is_quantized(file), partial(load_tokenizer_of, file, run)
-                expected, found = check_vocabulary(file, load_tokenizer())
-                result = "ok" if expected == found else "FAILED"
-                checks.append(Check(str(other), "vocabulary", expected, found, "equal", result))
-                model = load_gguf(other, config)
-            else:
-                model, load_tokenizer = load_model(other), partial(load_saved_tokenizer, other)
-                quantized = getattr(model.config, "quantization_config", None) is not None
-            tolerance = TOLERANCE_QUANTIZED if quantized else TOLERANCE
-            checks += check_loss(other, measure(model, held_out, other), held_out, tolerance, saved)
-            checks += check_prompts(other, held_out, load_tokenizer)
+        checks = check_loss(run, saved, held_out, TOLERANCE)
+        checks += check_prompts(run, held_out, lambda: load_saved_tokenizer(run))
+        if file:
+            tokenizer = load_tokenizer_of(file, run)
+            checks += check_vocabulary(other, file, tokenizer)
+            losses = measure(load_gguf(other, config), held_out, other)
+            checks += check_loss(other, losses, held_out, TOLERANCE_QUANTIZED if is_quantized(file) else TOLERANCE, saved)
+            checks += check_prompts(other, held_out, lambda: tokenizer)
+        elif other and other.resolve() != run.resolve():
+            model = load_model(other)
+            is_rounded = getattr(model.config, "quantization_config", None) is not None
+            losses = measure(model, held_out, other)
+            checks += check_loss(other, losses, held_out, TOLERANCE_QUANTIZED if is_rounded else TOLERANCE, saved)
+            checks += check_prompts(other, held_out, lambda: load_saved_tokenizer(other))
     failed = sorted({check.model for check in checks if check.result == "FAILED"})
     if parsed.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-        return int(bool(failed))
-    print_table([("model", "what", "expected", "found", "tolerance", "result"), *map(dataclasses.astuple, checks)])
-    for name in failed:
-        print_once(f"\nFAILED: {name} is not the model that was trained: copy, merge or convert it again.")
+    else:
+        print_table([("model", "what", "expected", "found", "tolerance", "result"), *map(dataclasses.astuple, checks)])
+        for name in failed:
+            print_once(f"\nFAILED: {name} is not the model that was trained: copy, merge or convert it again.")
     return int(bool(failed))
 
 
@@ -98,18 +84,12 @@ def read_held_out(folder: Path) -> HeldOut:
     """What the run has written for the comparison."""
     import pyarrow.parquet
 
-    results = read_json(folder / RESULTS)
-    if "eval_reward" in results:
-        raise UserError(
-            f"{folder} was trained on rewards, so there are no answers to compute a loss of: its last evaluation has the reward "
-            f"{results['eval_reward']:.4f}"
-        )
+    held_out = HeldOut({}, [], read_json(folder / RESULTS))
     if not (folder / HELD_OUT).is_file():
         raise UserError(
-            f"{folder} has no {HELD_OUT}: a run writes it at its end, if it evaluates rows with answers. A model that learns "
-            "from a teacher, or from pairs, has none"
+            f"{folder} has no {HELD_OUT}: a run writes it at its end, if it evaluates rows with answers. A run that learns from "
+            "rewards, a teacher or pairs has none"
         )
-    held_out = HeldOut({}, [], results)
     with hub_errors("file", str(folder / HELD_OUT)):
         table = pyarrow.parquet.read_table(folder / HELD_OUT)
     for row in table.to_pylist():
@@ -195,22 +175,21 @@ def check_prompts(model: Path, held_out: HeldOut, load_tokenizer: Callable[[], A
     if not held_out.conversations:
         return []
     set_date_of_chat_templates(date_of(held_out.results))
-    tokenizer, equal = load_tokenizer(), []
+    tokenizer = load_tokenizer()
     processor = load_saved_processor(model) if "images" in held_out.conversations[0] else None
+    equal = []
     for row in held_out.conversations:
         turns = row.get("messages") or row["prompt"] + row["completion"]
         # Not earlier answers of --split_conversations: templates drop their reasoning.
         for number in range(len(row.get("prompt", [0])), len(turns)):
             if turns[number]["role"] == "assistant" and turns[number].get("train") is not False:
-                tokens = render(tokenizer, processor, row, turns[:number])
+                tokens = tokens_of_prompt(tokenizer, processor, row, turns[:number])
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
-    counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
-    result = "ok" if all(equal) else "FAILED"
-    return [Check(str(model), "prompts with the trained tokens", *counts, "equal", result)] if equal else []
+    return [compare(model, "prompts with the trained tokens", len(equal), sum(equal))] if equal else []
 
 
-def render(tokenizer: Any, processor: Any, row: dict, turns: list[dict]) -> list[int]:
-    """The tokens of the first turns of a row, as a prompt; [] if the tokenizer has no chat template that can render it.
+def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict]) -> list[int]:
+    """The tokens of the first turns of a row, as a prompt; [] if the chat template cannot render them.
 
     `processor`: of rows with images.
     """
@@ -224,9 +203,9 @@ def render(tokenizer: Any, processor: Any, row: dict, turns: list[dict]) -> list
             images = row["images"][: count_marks(turns)]  # those of later turns are not in this prompt
             return encode_turns(processor, fitted["messages"], images, add_generation_prompt=True, **options)["input_ids"]
         return tokenizer.apply_chat_template(fitted["messages"], add_generation_prompt=True, **options)["input_ids"]
-    except UserError:
-        raise
-    except Exception:  # a template is a program: it can fail in any way
+    except Exception as error:  # a template is a program: it can fail in any way
+        if isinstance(error, UserError):
+            raise
         return []
 
 

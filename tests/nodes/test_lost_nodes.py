@@ -29,7 +29,7 @@ def on_nodes(machines, environment, workdir, tmp_path):
 
 
 def test_three_nodes(on_nodes, workdir):
-    """Three machines with one GPU each. Each has a report, and ends without a traceback when another has ended before."""
+    """Three machines with one GPU each. Each ends without a traceback when another has ended before."""
     run = workdir / "runs/three-nodes"
     started = on_nodes(
         3, "--tiny", "gpt2_xl_wikitext", "3xt4_shard_grad_op", "--output_dir", run, "--max_steps", "3", "--fp16", "false"
@@ -38,8 +38,6 @@ def test_three_nodes(on_nodes, workdir):
         assert process.wait(timeout=240) == 0 and "Traceback" not in log.read_text(), log.read_text()
     results = read(run)
     assert (results["num_nodes"], results["world_size"], results["fsdp_enabled"]) == (3, 3, True)
-    assert [report["node"] for report in results["nodes"]] == [0, 1, 2]
-    assert sorted(log.read_text().count('{"node"') for _, log in started) == [0, 0, 3]
 
 
 @slow

@@ -16,11 +16,11 @@ OWN = Path(__file__).parent / "own"
 SHORT = ["--max_steps", "4", "--save_steps", "2", "--eval_steps", "4", "--logging_steps", "1", "--max_eval_samples", "4"]
 # Of each recipe: flags, the class that loads its model, its metrics, and why it has no samples, "" if it has.
 KINDS = {
-    "module": ([], None, ["small_accuracy", "large_accuracy"], "Network does not generate text"),
+    "module": ([], None, ["small_accuracy", "large_accuracy"], "Network does not continue texts"),
     "translate": ([], AutoModelForSeq2SeqLM, [], ""),
     "preferences": ([], AutoModelForCausalLM, ["rewards/accuracies", "rewards/margins"], ""),
     "kto": ([], AutoModelForCausalLM, ["rewards/chosen", "rewards/rejected"], ""),
-    "reward": (["--use_peft"], AutoPeftModelForSequenceClassification, ["accuracy"], "does not generate text"),
+    "reward": (["--use_peft"], AutoPeftModelForSequenceClassification, ["accuracy"], "does not continue texts"),
 }
 
 

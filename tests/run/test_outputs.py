@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness.compat.transformers import generate_on
+from harness.folder import write_json
 from harness.model import quantized
 from harness.run import results, samples, saving
 
@@ -14,13 +15,16 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
 
-def test_model_card_links_hub_ids_only(tmp_path):
-    run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": str(tmp_path)}
-    card = ModelCard(saving.model_card(run, is_adapter=False, writes_texts=True))
-    assert card.data.base_model == ["org/model"] and card.data.datasets is None  # the dataset is a local folder
-    assert card.data.library_name == "transformers" and str(tmp_path) not in card.content
-    adapter_card = ModelCard(saving.model_card(run | {"dataset": "org/data"}, is_adapter=True, writes_texts=True))
-    assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
+@pytest.mark.parametrize("flags", [[], ["--use_peft"]])
+def test_model_card_links_hub_ids_only(build_trainer, tmp_path, flags):
+    trainer = build_trainer("qwen2_chat", *flags)
+    run = Path(trainer.args.output_dir)
+    for dataset in (str(tmp_path), "org/data"):
+        write_json(run / "run.json", {"dataset": dataset, "tiny": False})
+        saving.write_model_card(trainer)
+        card = ModelCard.load(run / "README.md")
+        assert card.data.base_model is None and str(tmp_path) not in card.content  # the model and one dataset are local folders
+        assert card.data.datasets == (None if dataset == str(tmp_path) else dataset)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

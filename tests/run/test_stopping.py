@@ -46,7 +46,7 @@ def test_stop_evaluates_and_saves_no_second_time(fork_launch, workdir):
     command += ["--eval_on_start", "false", "--save_strategy", "epoch", "--eval_strategy", "epoch"]
     process = fork_launch(*command, SIGNALS=json.dumps(signals))
     assert process.returncode == 143 and "Stopped by SIGTERM at step 3;" in process.stdout, process.stdout + process.stderr
-    assert "evaluation loss" not in process.stdout and process.stdout.count("A checkpoint is written.") == 1
+    assert "eval_loss" not in process.stdout and process.stdout.count("A checkpoint is written.") == 1
     assert is_complete(run, 3)
 
 

@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
 from harness.commands.rewards import print_rewards, score
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
-from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once
+from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
@@ -36,6 +35,7 @@ SHOWN_START = 300  # tokens of a long document
 SHOWN_END = 100
 
 
+@one_message()
 def main(*words: str) -> None:
     parsed = arguments.preview().read(words)
     set_environment(parsed.tiny)
@@ -54,14 +54,13 @@ def main(*words: str) -> None:
             )
         report_dropped_rows(trainer)
         found = {"recipe": parsed.recipe.stem, "dataset": preview.started.run.data.display_name, "data": preview.data}
-        with errors_of_rows(parsed.recipe):
-            reason = why_no_documents(trainer)
-            if generation.writes_answers(trainer) and preview.data.get("is_complete", True):
-                generation.check_prompts(trainer)
-            if reason:
-                found |= {"rows": other_rows(preview), "not_shown": f"which tokens count in the loss, and lengths: {reason}"}
-            else:
-                found |= summarize(preview)
+        reason = why_no_documents(trainer)
+        if generation.writes_answers(trainer) and preview.data.get("is_complete", True):
+            generation.check_prompts(trainer)
+        if reason:
+            found |= {"rows": other_rows(preview), "not_shown": f"which tokens count in the loss, and lengths: {reason}"}
+        else:
+            found |= summarize(preview)
         if hasattr(trainer, "reward_funcs"):
             found |= score(trainer, parsed.recipe)
         if not parsed.json:
@@ -70,20 +69,6 @@ def main(*words: str) -> None:
         print(json.dumps(found, indent=2))
     for problem in found.get("warnings", []):
         print(f"warning: {problem}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def errors_of_rows(recipe: Path) -> Iterator[None]:
-    """Raises UserError, in one line, if the trainer's dataset or collator fails, as it would in the first step of a run."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {last_line(error)}"
-        raise UserError(
-            f"{recipe.name}: the trainer makes no batch of its rows: {reason} (--debug shows the traceback)"
-        ) from error
 
 
 class PreviewedRecipe(StartedRecipe):
@@ -185,19 +170,16 @@ class Preview:
 def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
     from harness.run import generation
-    from harness.run.parameters import base_of, can_generate
+    from harness.run.samples import why_no_text
 
-    model = base_of(trainer.model)
     row = next(iter(trainer.train_dataset), None)
     if row is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
-    if not can_generate(model) or model.config.is_encoder_decoder:
-        return f"{type(model).__name__} is not a causal language model"
+    if reason := why_no_text(trainer):
+        return reason
     if generation.writes_answers(trainer):
         return "the answers are generated"
-    if not {"input_ids", "prompt_ids"} & row.keys():
-        return "the rows have no column input_ids"
-    return "" if trainer.processing_class else "the trainer has no tokenizer"
+    return "" if {"input_ids", "prompt_ids"} & row.keys() else "the rows have no column input_ids"
 
 
 def other_rows(preview: Preview) -> list[dict[str, str]]:

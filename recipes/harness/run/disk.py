@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.messages import UserError, die, last_line, plural, readable_size
+from harness.messages import UserError, die, last_line, readable_size
 
 from transformers import PreTrainedModel
 
@@ -18,25 +18,23 @@ DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "N
 def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     """Raises UserError unless the disk has space for two checkpoints, for the best one if it is kept besides, and for the model.
 
-    `checkpoint`: the one that the run resumes from; its size is exact.
+    Otherwise the run is lost when the disk is full. `checkpoint`: the one that the run resumes from; its size is exact.
     """
     run = Path(trainer.args.output_dir)
     if not trainer.is_world_process_zero() and not run.is_dir():  # on another node, without checkpoints
         return
     checkpoint_size, model_size = estimated_sizes(trainer)
     if checkpoint:
-        checkpoint_size = folder_size(checkpoint)
+        checkpoint_size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     wanted = 0
     if trainer.args.save_strategy != "no":
         wanted = 3 if trainer.args.metric_for_best_model else 2
-    missing = max(0, wanted - len(folder.checkpoints(run)))
-    needed = missing * checkpoint_size + model_size
+    needed = max(0, wanted - len(folder.checkpoints(run))) * checkpoint_size + model_size
     free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
-            f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)}: "
-            f"{plural(missing, 'checkpoint')} of {readable_size(checkpoint_size)} and a model of "
-            f"{readable_size(model_size)}. Free some space, or pass a folder on another disk"
+            f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)} for checkpoints and the "
+            "model. Free some space, or pass a folder on another disk"
         )
 
 
@@ -68,8 +66,3 @@ def estimated_sizes(trainer: Any) -> tuple[int, int]:
         if weight.requires_grad and "adam" in trainer.args.optim:
             checkpoint += 2 * (weight.numel() if "8bit" in trainer.args.optim else weight.nbytes)
     return checkpoint, model
-
-
-def folder_size(path: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -19,7 +19,6 @@ HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a
 def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
     """Exits with one message if `error` is a known failure; returns if it is not. `trainer` is None before there is one."""
     exit_if_out_of_memory(error, trainer)
-    raise_if_ddp_waits(error)
     if trainer is None:
         exit_if_connection_lost(error)
     else:
@@ -28,15 +27,6 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
         exit_if_disk_failed(error, trainer)
         exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))
-
-
-def raise_if_ddp_waits(error: Exception) -> None:
-    """Raises UserError if DDP waited for the gradient of a weight that got none."""
-    if isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in str(error):
-        raise UserError(
-            "--ddp_find_unused_parameters: a part of the model gets no gradient, and DDP waits for it: pass "
-            "--ddp_find_unused_parameters true, or freeze that part in the recipe"
-        ) from error
 
 
 def raise_if_of_reward(error: Exception, trainer: Any) -> None:
@@ -111,37 +101,13 @@ def only_report_if_all(what: str, group: Any) -> Iterator[None]:
 def exit_if_out_of_memory(error: Exception, trainer: Any = None) -> None:
     """Exits with a message about memory if `error` is about the memory of the GPU or the host; otherwise returns."""
     text = str(error)
-    if "out of memory" in text or "can't allocate memory" in text or isinstance(error, MemoryError):
-        die(_memory_message(error, trainer), OUT_OF_MEMORY)
-
-
-def _memory_message(error: Exception, trainer: Any = None) -> str:
-    """The message: which device ran out of memory, when, and what helps."""
-    import torch
-
+    if not ("out of memory" in text or "can't allocate memory" in text or isinstance(error, MemoryError)):
+        return
     process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
     moment = f"at step {trainer.state.global_step}" if trainer is not None else "before the training"
-    if not torch.cuda.is_available() or _is_host_memory(error):
-        return f"{process}the host ran out of memory {moment}: {HOST_ADVICE}"
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    peak = torch.cuda.max_memory_allocated()
-    reserved = torch.cuda.max_memory_reserved()
-    return (
-        f"{process}the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved) ran out of memory "
-        f"{moment}. `./launch.sh --plan` with the same recipe, config and flags shows what needs it, and which changes save most"
-    )
-
-
-def _is_host_memory(error: Exception) -> bool:
-    """Whether the host ran out of memory, not the GPU. `error` is from a machine with a GPU.
-
-    Pinned memory is the host's, but CUDA allocates it, and says "CUDA error: out of memory" as for the GPU's. torch raises
-    OutOfMemoryError when it allocates memory of the GPU. Only CUDA's own small allocations there, such as kernels, raise what
-    pinned memory raises, and they succeed while the GPU has some memory free.
-    """
-    import torch
-
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return True
-    is_of_cuda = "CUDA error: out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError)
-    return is_of_cuda and torch.cuda.mem_get_info()[0] > 256e6
+    # Of the GPU. Pinned memory is the host's, but CUDA allocates it, and says "CUDA error: out of memory".
+    if "CUDA out of memory" in text or "CUDA driver error" in text:
+        advice = "`./launch.sh --plan` with the same recipe, config and flags shows what needs it, and which changes save most"
+    else:
+        advice = HOST_ADVICE
+    die(f"{process}out of memory {moment}: {last_line(error)}: {advice}", OUT_OF_MEMORY)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.folder import HELD_OUT, draft_of
-from harness.run.parameters import base_of
 from harness.run.samples import why_no_text
 
 import pyarrow
@@ -16,10 +15,7 @@ from transformers import Trainer
 
 def has_held_out(trainer: Trainer) -> bool:
     """Whether a trainer has rows that --verify can compute the loss of: tokens for a causal language model."""
-    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-    if why_no_text(trainer) or model.config.is_encoder_decoder:
-        return False
-    return any(map(len, tokenized_datasets(trainer).values()))
+    return not why_no_text(trainer) and any(map(len, tokenized_datasets(trainer).values()))
 
 
 def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:

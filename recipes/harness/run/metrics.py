@@ -30,12 +30,6 @@ def logged_by_evaluations(log_history: list[dict], step: int) -> dict[str, float
     return logged
 
 
-def name_of_dataset(loss: str) -> str:
-    """The words for the name of a loss: " of LABEL" for `eval_LABEL_loss`, "" for `eval_loss`."""
-    label = loss.removeprefix("eval_").removesuffix("loss").removesuffix("_")
-    return f" of {label}" if label else ""
-
-
 def own_metrics(logs: dict) -> dict[str, float]:
     """The numbers in logs that are neither a loss nor of transformers or SFTTrainer: those of `compute_metrics`, of TRL's other
     trainers, and what a recipe logs itself. Of an evaluation, their names begin with `eval_`.
@@ -53,14 +47,14 @@ def own_metrics(logs: dict) -> dict[str, float]:
 
 def metrics_of(results: dict) -> dict[str, float]:
     """The recipe's own metrics of the last evaluation, without those that say little alone."""
-    return {
-        name: value
-        for name, value in own_metrics(results).items()
-        if name.startswith("eval_") and not LITTLE_ALONE.fullmatch(name) and not name.endswith("_on_start")
-    }
+    metrics = {name: value for name, value in own_metrics(results).items() if name.startswith("eval_")}
+    return {name: value for name, value in without_little(metrics).items() if not name.endswith("_on_start")}
+
+
+def without_little(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not LITTLE_ALONE.fullmatch(name)}
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Metrics of a recipe's own, in words, without those that say little alone."""
-    shown = {name: value for name, value in metrics.items() if not LITTLE_ALONE.fullmatch(name)}
-    return ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in shown.items())
+    """Metrics in words, without those that say little alone."""
+    return ", ".join(f"{name} {value:.5g}" for name, value in without_little(metrics).items())

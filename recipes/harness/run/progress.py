@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.run.generation import micro_batches_of_generation
-from harness.run.metrics import evaluation_losses, format_metrics, name_of_dataset, own_metrics
+from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
 
 import torch
 from accelerate.utils import gather_object
@@ -58,8 +58,7 @@ class Progress(TrainerCallback):
         self.ended: float | None = None  # set by `on_train_end`
         self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
         # At the last log.
-        self.logged_rows = 0
-        self.logged_tokens = 0
+        self.logged = 0  # tokens, or rows without any
         self.logged_seconds = 0.0
         self.seconds_left: float | None = None
 
@@ -123,15 +122,12 @@ class Progress(TrainerCallback):
             return {}
         scaler = self.trainer.accelerator.scaler
         fields = {"loss_scale": scaler.get_scale()} if scaler else {}
-        counted = self.tokens - self.logged_tokens
-        seconds = self.seconds - self.logged_seconds
-        if not self.tokens:  # images, or other rows without tokens
-            counted = self.rows - self.logged_rows
-        if seconds > 0:
-            name = "tokens_per_second" if self.tokens else "rows_per_second"
-            fields[name] = round(counted * self.trainer.args.world_size / seconds, 1)
-        self.logged_rows = self.rows
-        self.logged_tokens = self.tokens
+        name = "tokens" if self.tokens else "rows"  # images, or other rows without tokens
+        counted = getattr(self, name)
+        if self.seconds > self.logged_seconds:
+            speed = (counted - self.logged) / (self.seconds - self.logged_seconds)
+            fields[f"{name}_per_second"] = round(speed * self.trainer.args.world_size, 1)
+        self.logged = counted
         self.logged_seconds = self.seconds
         return fields
 
@@ -163,27 +159,20 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
     """The line for a person, "" for logs that say nothing new."""
-    total = f"{steps:,}"
-    parts = [f"step {step:{len(total)},}/{total}"]
-    metrics = [metrics] if (metrics := format_metrics(own_metrics(logs))) else []
-    for name, loss in evaluation_losses(logs).items():
-        seconds = logs.get(f"{name.removesuffix('loss')}runtime", 0)
-        number = f" loss{name_of_dataset(name)} {loss:.4f}"
-        if "eval_reward" in logs:  # the loss compares an answer with others to the same prompt, and here is one
-            number = name_of_dataset(name)
-        parts += [f"evaluation{number}", *metrics, f"in {seconds:.0f} s"]
-        return "  ".join(parts)
-    if "loss" not in logs:
-        return "  ".join([*parts, *metrics]) if metrics else ""
-    parts += [f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
-    if "grad_norm" in logs:
-        parts.append(f"grad {logs['grad_norm']:8.3f}")
-    if "rows_per_second" in logs:
-        parts.append(f"{logs['rows_per_second']:9,.0f} rows/s")
-    else:
-        parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
-    if torch.cuda.is_available():
-        parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
-    if seconds_left is not None:
-        parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
-    return "  ".join([*parts, *metrics])
+    losses = {} if "eval_reward" in logs else evaluation_losses(logs)  # a loss compares several answers to a prompt
+    parts = [format_metrics(losses | own_metrics(logs))]
+    if "loss" in logs:
+        unit = "rows" if "rows_per_second" in logs else "tokens"
+        numbers = [
+            f"loss {logs['loss']:.4f}",
+            f"lr {logs.get('learning_rate', 0):.2e}",
+            f"grad {logs.get('grad_norm', 0):.3f}",
+            f"{logs.get(f'{unit}_per_second', 0):,.0f} {unit}/s",
+        ]
+        if torch.cuda.is_available():
+            numbers.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+        if seconds_left is not None:
+            numbers.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
+        parts = numbers + parts
+    text = "  ".join(filter(None, parts))
+    return f"step {step:,}/{steps:,}  {text}" if text else ""

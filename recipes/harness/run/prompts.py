@@ -49,14 +49,8 @@ def describe_rows(rows: Rows) -> dict[str, Any]:
         return {"rows": PROMPTS if "prompt" in first else TEXTS}
     if not isinstance(rows, Dataset):
         return {"rows": CONVERSATIONS}
-    return {"rows": CONVERSATIONS, "system": common_system(rows.take(min(COMPARED_ROWS, len(rows))))}
-
-
-def common_system(rows: Dataset) -> str | None:
-    """The system message that all conversations begin with; None if they have different ones or none."""
-    texts = []
-    for row in rows:
-        first = (row.get("messages") or row["prompt"])[0]
-        texts.append(first["content"] if first["role"] == "system" else None)
-    is_common = isinstance(texts[0], str) and all(text == texts[0] for text in texts)
-    return texts[0] if is_common else None
+    systems = set()
+    for row in rows.take(min(COMPARED_ROWS, len(rows))):
+        turn = (row.get("messages") or row["prompt"])[0]
+        systems.add(str(turn["content"]) if turn["role"] == "system" else None)
+    return {"rows": CONVERSATIONS, "system": systems.pop() if len(systems) == 1 else None}

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.folder import PROMPT
+from harness.hub import hub_errors
 from harness.messages import UserError, last_line, print_once
 
 from huggingface_hub import HfApi
-from huggingface_hub.utils import httpx
 from transformers import TrainingArguments
 
 # Of the output directory: no checkpoints, and nothing of the rows (held_out.parquet, samples.txt, their system message in
@@ -39,17 +39,15 @@ def take_repository(training_args: TrainingArguments) -> Repository | None:
 
 
 def make_repository(repository: Repository) -> None:
-    """Makes the repository if there is none. Raises UserError without the right to write, or if it is public unasked."""
+    """Makes the repository if there is none, before the training.
+
+    Raises UserError if the token must not write, so that no model is lost at the end, or if the repository is public unasked.
+    """
     api = HfApi()
-    try:
+    with hub_errors("--push_to_hub:", repository.name):
         name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
         api.auth_check(name, write=True)
         is_public = api.model_info(name).private is False
-    except (httpx.HTTPError, OSError, ValueError) as error:  # also HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-        raise UserError(
-            f"--push_to_hub: {repository.name} cannot be written ({last_line(error)}): `.venv/bin/hf auth login` with a token "
-            "that may write, pass another --hub_model_id, or leave out the flag and upload later"
-        ) from error
     if repository.is_private and is_public:
         raise UserError(
             f"--push_to_hub: {name} is public: pass --hub_private_repo false to upload there, or another --hub_model_id"

@@ -3,20 +3,18 @@
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import math
 import os
 import platform
 import resource
 import sys
-from operator import itemgetter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
-from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, name_of_dataset, own_metrics
+from harness.run.metrics import evaluation_losses, metrics_of, own_metrics
 from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
 from harness.run.trainer import RunTrainer
@@ -43,37 +41,34 @@ def write_results(
     `tokens_per_second` only the time of optimizer steps.
     """
     output_dir = Path(trainer.args.output_dir)
-    processes = gather_object([measure_process(trainer)])
-    by_node = group_by_node(processes)
+    args = trainer.args
+    state = trainer.state
+    processes = gather_object([measure_process()])
     data = {}
     with only_report("the report about the data"):
         data = describe_data(trainer)
-    results = (
-        read_json(output_dir / RUN)
-        | describe_model(trainer, processes, parameters)
-        | measure_memory(processes, by_node)
-        | collect_losses(trainer, output, evaluation)
-        | measure_speed(trainer.parts.progress)
-        | data
-        | stopped_early(trainer)
-        | {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch, "resumed_from_step": resumed_from}
+    results = read_json(output_dir / RUN)
+    results |= describe_model(trainer, parameters)
+    results |= measure_memory(processes)
+    results |= collect_losses(trainer, output, evaluation)
+    results |= measure_speed(trainer.parts.progress)
+    results |= data
+    if state.global_step < state.max_steps:  # a callback has stopped it: the same command must not train on
+        results["stopped_early_of"] = [args.max_steps, args.num_train_epochs]
+    results |= {
+        "global_step": state.global_step,
+        "epoch": state.epoch,
+        "resumed_from_step": resumed_from,
         # No texts: there can be a token in one.
-        | {"used": {name: value for name, value in trainer.args.to_dict().items() if isinstance(value, int | float)}}
-        | {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
-            "finished": datetime.datetime.now().isoformat(timespec="seconds"),
-            "versions": versions(),
-        }
-    )
-    of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
-    results["nodes"] = []
-    for node, of_node in by_node.items():
-        results["nodes"].append({"node": int(node), "peak_gpu_gb": highest(of_node, "gpu"), **of_every_node})
+        "used": {name: value for name, value in args.to_dict().items() if isinstance(value, int | float)},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "finished": datetime.datetime.now().isoformat(timespec="seconds"),
+        "versions": versions(),
+    }
     if trainer.is_world_process_zero():
         with only_report("loss.png"):
-            names = filter(None, (results.get("recipe"), results.get("config")))
-            unit = " (nats per token)" if trainer.parts.loss.is_cross_entropy else ""
-            draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png", unit)
+            title = " × ".join(filter(None, (results.get("recipe"), results.get("config"))))
+            draw_losses(state.log_history, title, output_dir / "loss.png")
         write_json(output_dir / RESULTS, results)
     return results
 
@@ -87,70 +82,51 @@ def versions() -> dict[str, str]:
     return found
 
 
-def stopped_early(trainer: Trainer) -> dict:
-    """Of a run that a callback has stopped: what was asked for, so that the same command does not train on."""
-    state = trainer.state
-    args = trainer.args
-    return {"stopped_early_of": [args.max_steps, args.num_train_epochs]} if state.global_step < state.max_steps else {}
+def measure_process() -> dict[str, float]:
+    """The node of this process, and its peaks of memory in bytes."""
+    found = {
+        "node": int(os.environ.get("GROUP_RANK", "0")),
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "gpu": 0,
+        "reserved": 0,
+    }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return found
 
 
-def measure_process(trainer: Trainer) -> dict:
-    """The numbers of this process. Memory in GB (1e9 bytes)."""
-    host_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    has_gpu = torch.cuda.is_available()
+def measure_memory(processes: list[dict[str, float]]) -> dict[str, float]:
+    """The largest peaks: of a process on its GPU, and of a node in host memory. `processes`: of `measure_process`."""
+    of_nodes: dict[float, float] = {}
+    for process in processes:
+        of_nodes[process["node"]] = of_nodes.get(process["node"], 0) + process["host"]
     return {
-        "node": os.environ.get("GROUP_RANK", "0"),
-        "gpu": torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0,
-        "reserved": torch.cuda.max_memory_reserved() / 1e9 if has_gpu else 0.0,
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * host_unit / 1e9,
-        "fsdp": trainer.is_fsdp_enabled,
+        "num_nodes": len(of_nodes),
+        "peak_gpu_gb": round(max(process["gpu"] for process in processes) / 1e9, 3),
+        "peak_gpu_reserved_gb": round(max(process["reserved"] for process in processes) / 1e9, 3),
+        "peak_host_gb": round(max(of_nodes.values()) / 1e9, 3),
     }
 
 
-def group_by_node(processes: list[dict]) -> dict[str, list[dict]]:
-    """What `measure_process` returned, by the number of the node."""
-    by_node: dict[str, list[dict]] = {}
-    for process in sorted(processes, key=lambda process: int(process["node"])):
-        by_node.setdefault(process["node"], []).append(process)
-    return by_node
-
-
-def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[int, int]) -> dict:
+def describe_model(trainer: Trainer, parameters: tuple[int, int]) -> dict:
     """How the model was trained and divided. `parameters`: how many are trained, and how many there are."""
     args = trainer.args
     accelerator = trainer.accelerator
     model = accelerator.unwrap_model(trainer.model)
-    is_sharded = all(process["fsdp"] for process in processes)
     parallelism = accelerator.parallelism_config
     replicas = accelerator.num_processes
-    if is_sharded:
+    if trainer.is_fsdp_enabled:
         replicas = parallelism.dp_replicate_size if parallelism else 1
     return {
-        "fsdp_enabled": is_sharded,
+        "fsdp_enabled": trainer.is_fsdp_enabled,
         "world_size": accelerator.num_processes,
         "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
-        "num_nodes": len(group_by_node(processes)),
         "replicas": replicas,  # of the model, each sharded over world_size / replicas processes
         "attention": attention_of(config_of(model)),
         **quantization_of(model),
         "model_params_b": round(parameters[1] / 1e9, 6),
         "trainable_params_b": round(parameters[0] / 1e9, 6),
     }
-
-
-def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dict:
-    """The largest peaks: of a process on its GPU, and of a node in host memory."""
-    hosts = [sum(map(itemgetter("host"), of_node)) for of_node in by_node.values()]
-    return {
-        "peak_gpu_gb": highest(processes, "gpu"),
-        "peak_gpu_reserved_gb": highest(processes, "reserved"),
-        "peak_host_gb": round(max(hosts), 3),
-    }
-
-
-def highest(processes: list[dict], name: str) -> float:
-    """The largest of these numbers of processes."""
-    return round(max(map(itemgetter(name), processes)), 3)
 
 
 def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
@@ -207,68 +183,42 @@ def mean_loss(log_history: list[dict]) -> float | None:
     return total / logged if logged else None
 
 
-def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "") -> None:
+def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
     """Draws training and evaluation loss over steps, or the reward of a run that trains on rewards."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
-    names: dict[str, float] = {}
-    for entry in log_history:
-        names |= evaluation_losses(entry)
-    curves = [("loss", "training", "-")]
-    if any("reward" in entry for entry in log_history):
-        curves = [("reward", "training", "-"), ("eval_reward", "evaluation", "o--")]
-        names = {}
+    logged = set().union(*log_history)
+    names = ["reward", "eval_reward"] if "reward" in logged else ["loss", *sorted(evaluation_losses(dict.fromkeys(logged)))]
     for name in names:
-        curves.append((name, f"evaluation{name_of_dataset(name)}", "o--" if name == "eval_loss" else ".:"))
-    for key, label, style in curves:
-        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        points = [(entry["step"], entry[name]) for entry in log_history if name in entry]
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel=f"{curves[0][0]}{unit}", title=title)
+            axes.plot(*zip(*points, strict=True), "o--" if name.startswith("eval_") else "-", label=name)
+    axes.set(xlabel="step", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     with draft_of(path) as draft:
         figure.savefig(draft, dpi=120)
 
 
-def describe_losses(results: dict) -> str:
-    """The losses of the last evaluation, and those of the one before the training, of each set by its name; "" without any.
-
-    Of a run that trains on rewards, the reward, which is higher after a training that worked.
-    """
-    if "eval_reward" in results:
-        before, after = results.get("eval_reward_on_start"), f"{results['eval_reward']:.4f}"
-        return f", reward {after}" if before is None else f", reward {before:.4f} before, {after} after"
-    words = ""
-    for name, loss in evaluation_losses(results).items():
-        before = results.get(f"{name}_on_start")
-        after = f"{loss:.4f}" if before is None else f"{before:.4f} before, {loss:.4f} after"
-        words += f", evaluation loss{name_of_dataset(name)} {after}"
-    return words + (f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else "")
-
-
 def print_summary(results: dict, output_dir: str) -> None:
-    """Prints the numbers that a person looks for first."""
-    if results["num_nodes"] > 1:
-        print_once("\n".join(json.dumps(report) for report in results["nodes"]))
+    """Prints the numbers that a person looks for first, a line for each kind."""
     kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
     processes = plural(results["world_size"], "process")
-    replicas = results["replicas"]
-    if 1 < replicas < results["world_size"]:
-        processes += f" ({replicas} replicas of {results['world_size'] // replicas})"
-    mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
-    metrics = format_metrics(metrics_of(results))  # the recipe's own
-    evaluation = describe_losses(results) + (f"\n{metrics}" if metrics else "")
-    gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    if 1 < results["replicas"] < results["world_size"]:
+        processes += f" ({results['replicas']} replicas of {results['world_size'] // results['replicas']})"
+    seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
+    print_once(f"{kind} on {processes}, {results['global_step']} steps{seen}")
+    losses = {name: results[name] for name in ("final_loss", "train_loss", "perplexity") if results.get(name) is not None}
+    for name, after in (evaluation_losses(results) | metrics_of(results)).items():
+        if f"{name}_on_start" in results:
+            losses[f"{name}_on_start"] = results[f"{name}_on_start"]
+        losses[name] = after
+    print_once(", ".join(f"{name} {value:.4f}" for name, value in losses.items()) or "no loss was logged")
     speed = f"{results['tokens_per_second']:,.0f} tokens/s"
     if "rows_per_second" in results:
         speed = f"{results['rows_per_second']:,.0f} rows/s"
-    seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
-    loss = "none logged" if results["final_loss"] is None else f"{results['final_loss']:.4f}"
-    print_once(
-        f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {loss}{mean}{evaluation}\n"
-        f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
-        f"The model, train_results.json and loss.png are in {output_dir}"
-    )
+    gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    print_once(f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host")
+    print_once(f"The model, train_results.json and loss.png are in {output_dir}")

@@ -9,80 +9,91 @@ from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run import generation
 from harness.run.failures import only_report
-from harness.run.parameters import base_of, can_generate, config_of
+from harness.run.parameters import base_of, can_generate
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Trainer
 
 COUNT, PROMPT_TOKENS = 3, 24  # samples; tokens of the prompt of a row that is one text
 
 
 def why_no_text(trainer: Trainer) -> str:
-    """Why a trainer's model is not asked to continue texts, "" if it is: a classifier has none, nor has a reward model."""
+    """Why a trainer's model is not asked to continue texts, "" if it is: a classifier, a reward model, an encoder-decoder."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if not can_generate(model):
-        return f"{type(base_of(model)).__name__} does not generate text"
+    if not can_generate(model) or base_of(model).config.is_encoder_decoder:
+        return f"{type(base_of(model)).__name__} does not continue texts"
     return "" if trainer.processing_class else "the trainer has no tokenizer"
 
 
 def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
-    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective.
-
-    One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
-    """
-    dataset = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
-    if isinstance(dataset, dict):  # one of each in turn
-        dataset = itertools.chain.from_iterable(itertools.zip_longest(*dataset.values()))
-    rows = list(itertools.islice(filter(None, dataset), COUNT))
-    reason = why_no_text(trainer)
-    if not reason and generation.writes_answers(trainer):
-        rows = [{"prompt_ids": generation.tokens_of_prompt(trainer, row["prompt"])} for row in rows]
-    if not reason and not all("input_ids" in row or "prompt_ids" in row for row in rows):
-        reason = "the rows have no column input_ids"
+    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective."""
+    rows, reason = choose_rows(trainer)
     if reason:
         print_once(f"No samples: {reason}.")
         return
-    model = trainer.model
-    tokenizer = trainer.processing_class
-    has_encoder = config_of(trainer.accelerator.unwrap_model(model)).is_encoder_decoder
-    prompts = [list(row["input_ids"]) if has_encoder else _prompt_of(row) for row in rows]
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
+    processor = trainer.processing_class
+    tokenizer = getattr(processor, "tokenizer", processor)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    options = {"batch_first": True, "padding_side": "left"}
-    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], padding_value=pad, **options)
-    inputs = {"input_ids": ids, "attention_mask": pad_sequence([torch.ones_like(torch.tensor(p)) for p in prompts], **options)}
+    prompts = [_prompt_of(row) for row in rows]
     if "images" in rows[0]:
-        inputs = ImageCollator(trainer.processing_class, "left").for_prompts(prompts, [row["images"] for row in rows])
-    device = trainer.accelerator.device
-    model.eval()
-    torch.manual_seed(0)  # on every process, so that they generate the same tokens
-    # Compiled layers would be compiled again for every layer's part of the cache.
-    uncompiled = torch.compiler.set_stance("force_eager")
-    # accelerate has put autocast around the forward pass of the outermost module only, and an adapter's `generate` calls another.
-    autocast = trainer.accelerator.autocast()
-    with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
-        generated = model.generate(
-            **{name: value.to(device) for name, value in inputs.items()},
-            max_new_tokens=12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48),
-            do_sample=True,
-            top_p=0.9,
-            pad_token_id=pad,
-            use_cache=True,
-            synced_gpus=trainer.accelerator.num_processes > 1,  # a process that is done continues for the others
-        )
+        inputs = ImageCollator(processor, "left").for_prompts(prompts, [row["images"] for row in rows])
+    else:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        inputs = {"input_ids": ids, "attention_mask": mask}
+    new_tokens = 12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48)
+    generated = generate(trainer, inputs, max_new_tokens=new_tokens, pad_token_id=pad)
     if not trainer.is_world_process_zero():
         return
     with only_report("samples.txt"):  # the other processes no longer wait for this one
         texts = []
-        for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else ids.shape[1] :].tolist(), strict=True):
-            tokens = tokens[1:] if has_encoder else tokens  # the first one starts the decoder
-            prompt, _ = with_one_token_each(prompt, prompt, trainer.processing_class)
-            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{_decode_answer(tokens, model, tokenizer)}\n")
+        for prompt, answer in zip(prompts, generated, strict=True):
+            prompt, _ = with_one_token_each(prompt, prompt, processor)
+            answer = _decode_answer(answer, trainer.model, tokenizer)
+            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{answer}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
         with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:
             draft.write_text("\n".join(texts), "utf-8")
+
+
+def choose_rows(trainer: Trainer) -> tuple[list[dict], str]:
+    """The first rows of the (first) evaluation dataset, and why they are not continued, "" if they are."""
+    if reason := why_no_text(trainer):
+        return [], reason
+    dataset = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()))
+    rows = list(itertools.islice(dataset, COUNT))
+    if generation.writes_answers(trainer):
+        rows = [{"prompt_ids": generation.tokens_of_prompt(trainer, row["prompt"])} for row in rows]
+    has_tokens = all({"input_ids", "prompt_ids"} & row.keys() for row in rows)
+    return rows, "" if has_tokens else "the rows have no column input_ids"
+
+
+def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) -> list[list[int]]:
+    """The tokens that follow each prompt of a batch that is padded on the left. Collective.
+
+    One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
+    """
+    accelerator = trainer.accelerator
+    trainer.model.eval()
+    torch.manual_seed(0)  # on every process, so that they generate the same tokens
+    # Compiled layers would be compiled again for every layer's part of the cache.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    # accelerate has put autocast around the forward pass of the outermost module only, and an adapter's `generate` calls another.
+    autocast = accelerator.autocast()
+    with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, generate_on(accelerator.device):
+        generated = trainer.model.generate(
+            **{name: value.to(accelerator.device) for name, value in inputs.items()},
+            do_sample=True,
+            top_p=0.9,
+            use_cache=True,
+            synced_gpus=accelerator.num_processes > 1,  # a process that is done continues for the others
+            **options,
+        )
+    return generated[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:

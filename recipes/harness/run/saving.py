@@ -2,14 +2,15 @@
 
 import contextlib
 import copy
+import inspect
 import shutil
 from pathlib import Path
 
-from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
+from harness.folder import RUN, read_json, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_files
 from harness.rehearsal.tiny import has_vision_part
-from harness.run.parameters import adapters_of, can_generate, config_of, is_of_another_library
+from harness.run.parameters import adapters_of, config_of, is_of_another_library
 
 import torch
 from huggingface_hub import hf_hub_download, save_torch_state_dict
@@ -164,42 +165,15 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
 
 
 def write_model_card(trainer: Trainer) -> None:
-    """Writes the model card, once there are results. The first process writes."""
-    if trainer.is_world_process_zero():
-        output_dir = Path(trainer.args.output_dir)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        card = model_card(read_json(output_dir / RESULTS), isinstance(model, PeftModel), can_generate(model))
-        with draft_of(output_dir / "README.md") as draft:
-            draft.write_text(card, "utf-8")
-
-
-def model_card(run: dict, is_adapter: bool, writes_texts: bool) -> str:
-    """A model card with what the Hub reads (base model, dataset, library), and with what the model was trained.
-
-    `run`: the content of train_results.json.
-    """
-    models = hub_ids([run["model"]], run)
-    datasets = hub_ids(run.get("datasets", [run["dataset"]]), run)
-    header = ""
-    description = "A fine-tune" if run["model"] else "A model"
-    if is_adapter:
-        description = "An adapter"
-    if models:
-        header += f"base_model: [{models}]\n"
-        description += f" of {models}"
-    description += ", trained"
-    if datasets:
-        header += f"datasets: [{datasets}]\n"
-        description += f" on {datasets}"
-    task = "pipeline_tag: text-generation\n" if writes_texts else ""
-    rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
-    return (
-        f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
-        f"{description} with the recipe `{run['recipe']}` "
-        f"({run['config'] or 'no config'}). train_results.json has its settings and results.{rehearsal}\n"
-    )
-
-
-def hub_ids(names: list[str | None], run: dict) -> str:
-    """The names that mean something to others: no local path, none of a rehearsal, and none of a model or rows without a name."""
-    return ", ".join(name for name in names if name and not run["tiny"] and not Path(name).exists())
+    """Writes the model card of TRL or transformers. The first process writes."""
+    output_dir = Path(trainer.args.output_dir)
+    if not trainer.is_world_process_zero() or config_of(trainer.accelerator.unwrap_model(trainer.model)) is None:
+        return
+    run = read_json(output_dir / RUN)
+    remove_link(output_dir / "README.md")
+    trainer.hub_model_id = trainer.args.hub_model_id or output_dir.name
+    options = {"model_name": output_dir.name}
+    is_of_hub = run["dataset"] and not run["tiny"] and not Path(run["dataset"]).exists()
+    if is_of_hub and "dataset_name" in inspect.signature(trainer.create_model_card).parameters:  # TRL's
+        options["dataset_name"] = run["dataset"]
+    trainer.create_model_card(**options)

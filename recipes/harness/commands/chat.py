@@ -5,7 +5,6 @@
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments

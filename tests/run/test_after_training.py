@@ -131,7 +131,6 @@ LOST = {
     "session.generate_samples": "samples.txt",
     "session.print_summary": "the summary",
     "session.write_model_card": "README.md",
-    "results.describe_data": "the report about the data",
     "results.draw_losses": "loss.png",
 }
 

@@ -15,7 +15,7 @@ RECIPE = "qwen2_fineweb_edu"
 def test_message_of_a_log():
     logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3}
     message = progress.format_logs(logs, 1, 1000, 83.0)
-    assert message == "step 1/1,000  loss 2.3457  lr 2.00e-05  grad 0.840  10,512 tokens/s  0:01:23 left"
+    assert message == "step 1/1,000  loss 2.3457, grad_norm 0.84, learning_rate 2e-05, tokens_per_second 10512, 0:01:23 left"
     own = {"eval_loss": 2.0, "eval_runtime": 3.2, "eval_accuracy": 0.5, "eval_num_tokens": 9.0, "epoch": 1.0}
     assert progress.format_logs(own, 20, 30, 1.0) == "step 20/30  eval_loss 2, eval_accuracy 0.5"
     assert not progress.format_logs({"train_runtime": 9.0}, 30, 30, 0.0)

@@ -1,4 +1,4 @@
-"""Finished runs next to each other: a table of speeds and losses, and one of the settings that differ. launch.sh calls it:
+"""Finished runs next to each other: a table of speeds and losses. launch.sh calls it:
 
 `python -m harness.commands.report [--json] RUN…`.
 
@@ -12,8 +12,7 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.folder import RESULTS, read_json
-from harness.messages import UserError, exit_on_user_error
-from harness.restarts import setting_in_words
+from harness.messages import UserError, exit_on_user_error, one_message
 from harness.run.metrics import metrics_of
 
 COLUMNS = {  # titles, and names in train_results.json
@@ -29,12 +28,11 @@ COLUMNS = {  # titles, and names in train_results.json
     "loss": "final_loss",
     "eval loss": "eval_loss",
 }
-DESCRIBED = ("recipe", "model", "dataset", "device", "tiny", "recipe_digest", "config", "dataset_config", "use_peft")
-DESCRIBED += ("load_in_4bit", "attention", "global_step")
 
 
+@one_message()
 def main(*words: str) -> None:
-    """Prints two tables, or the runs as JSON."""
+    """Prints a table, or the runs as JSON."""
     parsed = arguments.report().read(words)
     runs = sorted(map(read_run, parsed.paths), key=lambda run: run["world_size"])
     base = runs[0]
@@ -47,50 +45,26 @@ def main(*words: str) -> None:
     columns = COLUMNS
     for run in runs:
         columns = columns | {name: name for name in metrics_of(run)}
-    table = [tuple(columns)]
-    for run in runs:
-        table.append(tuple(cell_of(run.get(name)) for name in columns.values()))
-    print_table(table)
-    if differing := differences_of(runs):
-        print("\nDifferences between these runs:\n")
-        print_table([("setting", *(run["name"] for run in runs)), *differing])
+    print_table([tuple(columns), *(tuple(cell_of(run.get(name)) for name in columns.values()) for run in runs)])
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The results of a run, with its name and its training and evaluation losses as (step, loss)."""
+    """The results of a run, with its name."""
     results = read_json(folder / RESULTS, "world_size", "tokens_per_second")
-    if not results or not speed_of(results):
-        raise UserError(f"{folder} is not the folder of a finished run: it has no speed in a {RESULTS}")
-    history = read_json(folder / "trainer_state.json").get("log_history", [])
-    results |= {"name": str(folder), "losses": [], "eval_losses": []}
-    for entry in history:
-        if "loss" in entry:
-            results["losses"].append((entry["step"], entry["loss"]))
-        if "eval_loss" in entry:
-            results["eval_losses"].append((entry["step"], entry["eval_loss"]))
-    return results
+    if not results:
+        raise UserError(f"{folder} is not the folder of a finished run: it has no {RESULTS}")
+    return results | {"name": str(folder)}
 
 
 def speed_of(run: dict[str, Any]) -> float:
     """Tokens per second; rows per second of a run whose rows have no tokens."""
-    return run["tokens_per_second"] or run.get("rows_per_second") or 0.0
+    return run["tokens_per_second"] or run["rows_per_second"]
 
 
 def cell_of(value: Any) -> str:
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def differences_of(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for everything in which runs differ: what they trained, their settings, the versions of packages."""
-    cells: dict[str, list[str]] = {}
-    for number, run in enumerate(runs):
-        settings = {name: run.get(name) for name in DESCRIBED} | run.get("settings", {}) | run.get("versions", {})
-        for name, value in settings.items():
-            if value is not None and name not in ("output_dir", "run_name"):
-                cells.setdefault(name, [""] * len(runs))[number] = setting_in_words(value)
-    return [(name, *of_runs) for name, of_runs in cells.items() if len(set(of_runs)) > 1]
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

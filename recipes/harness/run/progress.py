@@ -21,6 +21,8 @@ from transformers import (
     TrainingArguments,
 )
 
+SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "rows_per_second")
+
 
 class BarWithoutLogs(ProgressCallback):
     """transformers' progress bar. Its `on_log` would print the logs a second time, as a dictionary."""
@@ -55,7 +57,6 @@ class Progress(TrainerCallback):
         self.running_since: float | None = None  # None during evaluations and checkpoints
         self.first_step = 0
         self.began = time.monotonic()
-        self.ended: float | None = None  # set by `on_train_end`
         self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
         # At the last log.
         self.logged = 0  # tokens, or rows without any
@@ -74,7 +75,6 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.first_step = state.global_step
         self.began = time.monotonic()
-        self.ended = None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.running_since is None:
@@ -112,10 +112,6 @@ class Progress(TrainerCallback):
 
     on_save = on_evaluate
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self.running_since = None
-        self.ended = time.monotonic()
-
     def log_fields(self, logs: dict) -> dict[str, float]:
         """The speed since the last log; in fp16 the gradient scaler's scale."""
         if "loss" not in logs:
@@ -143,7 +139,7 @@ class Progress(TrainerCallback):
             "tokens": sum(gather_object([self.tokens])),
             "loss_tokens": int(self.loss_tokens),
             "seconds": self.seconds,
-            "runtime": (self.ended or time.monotonic()) - self.began,
+            "runtime": time.monotonic() - self.began,
         }
         return {name: round(self.before.get(name, 0) + number, 3) for name, number in counted.items()}
 
@@ -159,20 +155,10 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
     """The line for a person, "" for logs that say nothing new."""
-    losses = {} if "eval_reward" in logs else evaluation_losses(logs)  # a loss compares several answers to a prompt
-    parts = [format_metrics(losses | own_metrics(logs))]
-    if "loss" in logs:
-        unit = "rows" if "rows_per_second" in logs else "tokens"
-        numbers = [
-            f"loss {logs['loss']:.4f}",
-            f"lr {logs.get('learning_rate', 0):.2e}",
-            f"grad {logs.get('grad_norm', 0):.3f}",
-            f"{logs.get(f'{unit}_per_second', 0):,.0f} {unit}/s",
-        ]
-        if torch.cuda.is_available():
-            numbers.append(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-        if seconds_left is not None:
-            numbers.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
-        parts = numbers + parts
-    text = "  ".join(filter(None, parts))
+    shown = {name: logs[name] for name in SHOWN if name in logs}
+    if "eval_reward" not in logs:  # its loss compares several answers to a prompt, and here is one
+        shown |= evaluation_losses(logs)
+    text = format_metrics(shown | own_metrics(logs))
+    if "loss" in logs and seconds_left is not None:
+        text += f", {datetime.timedelta(seconds=round(seconds_left))} left"
     return f"step {step:,}/{steps:,}  {text}" if text else ""

@@ -14,14 +14,13 @@ from harness.compat.transformers import attention_of
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
-from harness.run.metrics import evaluation_losses, metrics_of, own_metrics
+from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
 from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
 from harness.run.trainer import RunTrainer
 
 import torch
 from accelerate.utils import gather_object
-from datasets import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
@@ -44,15 +43,11 @@ def write_results(
     args = trainer.args
     state = trainer.state
     processes = gather_object([measure_process()])
-    data = {}
-    with only_report("the report about the data"):
-        data = describe_data(trainer)
-    results = read_json(output_dir / RUN)
+    results = read_json(output_dir / RUN) | {"data": read_json(output_dir / DATA)}
     results |= describe_model(trainer, parameters)
     results |= measure_memory(processes)
     results |= collect_losses(trainer, output, evaluation)
     results |= measure_speed(trainer.parts.progress)
-    results |= data
     if state.global_step < state.max_steps:  # a callback has stopped it: the same command must not train on
         results["stopped_early_of"] = [args.max_steps, args.num_train_epochs]
     results |= {
@@ -138,9 +133,9 @@ def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: 
     log_history = trainer.state.log_history
     loss = trainer.parts.loss
     logged = [entry["loss"] for entry in log_history if "loss" in entry]
-    found = {"final_loss": logged[-1] if logged else None, "train_loss": mean_loss(log_history)}
     if output and not logged:
-        found["final_loss"] = output.training_loss
+        logged = [output.training_loss]
+    found = {"final_loss": logged[-1] if logged else None, "train_loss": mean_loss(log_history)}
     for entry in log_history:
         if entry["step"] == 0:
             for name, value in (evaluation_losses(entry) | own_metrics(entry)).items():
@@ -163,13 +158,6 @@ def measure_speed(progress: Progress) -> dict:
         "tokens": counted["tokens"],
         "loss_tokens": counted["loss_tokens"],
     }
-
-
-def describe_data(trainer: Trainer) -> dict:
-    """How much of the data was read."""
-    data = read_json(Path(trainer.args.output_dir, DATA))
-    is_read_in_turn = not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data
-    return ({"data": data} if data else {}) | ({"times_seen": round(trainer.state.epoch or 0, 2)} if is_read_in_turn else {})
 
 
 def mean_loss(log_history: list[dict]) -> float | None:
@@ -203,22 +191,20 @@ def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
 
 
 def print_summary(results: dict, output_dir: str) -> None:
-    """Prints the numbers that a person looks for first, a line for each kind."""
-    kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
+    """Prints the numbers that a person looks for first."""
+    losses = {}
+    for name in ("final_loss", "train_loss", "perplexity", *evaluation_losses(results), *metrics_of(results)):
+        for key in (f"{name}_on_start", name):
+            if results.get(key) is not None:
+                losses[key] = results[key]
     processes = plural(results["world_size"], "process")
     if 1 < results["replicas"] < results["world_size"]:
         processes += f" ({results['replicas']} replicas of {results['world_size'] // results['replicas']})"
-    seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
-    print_once(f"{kind} on {processes}, {results['global_step']} steps{seen}")
-    losses = {name: results[name] for name in ("final_loss", "train_loss", "perplexity") if results.get(name) is not None}
-    for name, after in (evaluation_losses(results) | metrics_of(results)).items():
-        if f"{name}_on_start" in results:
-            losses[f"{name}_on_start"] = results[f"{name}_on_start"]
-        losses[name] = after
-    print_once(", ".join(f"{name} {value:.4f}" for name, value in losses.items()) or "no loss was logged")
-    speed = f"{results['tokens_per_second']:,.0f} tokens/s"
-    if "rows_per_second" in results:
-        speed = f"{results['rows_per_second']:,.0f} rows/s"
+    unit = "rows" if "rows_per_second" in results else "tokens"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
-    print_once(f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host")
-    print_once(f"The model, train_results.json and loss.png are in {output_dir}")
+    print_once(
+        f"{'FSDP' if results['fsdp_enabled'] else 'Unsharded'} on {processes}, {results['global_step']} steps\n"
+        f"{format_metrics(losses)}\n"
+        f"{results[f'{unit}_per_second']:,.0f} {unit}/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
+        f"The model, train_results.json and loss.png are in {output_dir}"
+    )

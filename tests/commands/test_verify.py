@@ -68,7 +68,7 @@ def test_full_run_on_two_processes(rehearse, table):
     losses = verify.measure(saved.load_model(run), held_out, run)
     assert losses[""] == pytest.approx(read(run)["eval_loss"], abs=0.005)
     # Every document of the 4 conversations below is in the rows, so these are the tokens that were evaluated.
-    documents = [ids for ids, _ in held_out.documents[""]]
+    documents = [ids for ids, *_ in held_out.documents[""]]
     for conversation in held_out.conversations[:4]:
         ids = conversation["input_ids"]
         assert any(ids[: len(document)] == document for document in documents if len(document) > 8)
@@ -136,8 +136,8 @@ def test_answers_that_do_not_count_are_no_prompts(rehearse):
     turns[1]["train"] = False
     run = rehearse(*CHAT)
     ids = AutoTokenizer.from_pretrained(run).apply_chat_template(turns)["input_ids"]
-    held_out = verify.HeldOut({}, [{"messages": turns, "input_ids": ids}], read(run))
-    (check,) = verify.check_prompts(Path(run), held_out, lambda: saved.load_saved_tokenizer(run))
+    held_out = verify.HeldOut({}, [{"messages": turns, "input_ids": ids, "images": None}], read(run))
+    (check,) = verify.check_prompts(Path(run), held_out)
     assert (check.expected, check.found, check.result) == ("1", "1", "ok")
 
 

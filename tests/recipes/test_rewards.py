@@ -203,8 +203,8 @@ def test_preview_of_rewards(score_of, rows, functions, reason, best):
     assert reason in found["rewards_not_compared"] and bool(reason) == bool(found["rewards_not_compared"])
     if best:
         assert {one["kind"] for one in found["rewards"] if one["reward"]} == {best}
-    elif reason == "no column":  # an empty answer and the prompt
-        assert len(found["rewards"]) == 8 and "all_alike" in found["warnings"][0]
+    elif reason == "no column":
+        assert len(found["rewards"]) == 12 and "all_alike" in found["warnings"][0]
 
 
 def test_preview_of_several_functions(score_of):

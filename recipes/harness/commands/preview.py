@@ -31,8 +31,7 @@ from harness.start.recipes import build_trainer
 BATCHES = 100
 SHOWN_ROWS = 2
 SHOWN_DOCUMENTS = 3  # of a row
-SHOWN_START = 300  # tokens of a long document
-SHOWN_END = 100
+SHOWN_TOKENS = 400  # of a document
 
 
 @one_message()
@@ -191,8 +190,7 @@ def other_rows(preview: Preview) -> list[dict[str, str]]:
     for row in preview.first_rows[:SHOWN_ROWS]:
         texts = {name: textwrap.shorten(str(value), 160) for name, value in row.items()}
         if generation.writes_answers(preview.trainer):
-            tokens = generation.tokens_of_prompt(preview.trainer, row["prompt"])
-            texts["prompt_ids"] = f"{len(tokens):,} tokens: {preview.tokenizer.decode(tokens)}"
+            texts["prompt_ids"] = preview.tokenizer.decode(generation.tokens_of_prompt(preview.trainer, row["prompt"]))
         rows.append(texts)
     return rows
 
@@ -255,11 +253,11 @@ def find_problems(preview: Preview, labels: list[Any]) -> list[str]:
 
 def print_preview(preview: Preview, found: dict[str, Any]) -> None:
     """Prints the first rows, and the numbers that were found."""
+    for row in found.get("rows", ()):
+        print_once("\n--- a row as the trainer gets it")
+        for name, text in row.items():
+            print_once(f"{name}: {text}")
     if "rows" in found:
-        for row in found["rows"]:
-            print_once("\n--- a row as the trainer gets it")
-            for name, text in row.items():
-                print_once(f"{name}: {text}")
         print_once(f"\nnot shown    {found['not_shown']}")
     else:
         print_rows(preview)
@@ -274,7 +272,7 @@ def print_rows(preview: Preview) -> None:
     print_once("\nThe first sequences as the model sees them: tokens in ⟦ ⟧ count in the loss; special tokens are marked ◆.")
     for row in preview.first_rows[:SHOWN_ROWS]:
         documents = preview.as_seen(row)
-        title = f"a sequence of {sum(len(ids) for ids, _ in documents):,} tokens, {plural(len(documents), 'document')}"
+        title = f"a sequence of {len(row.get('input_ids', ())):,} tokens, {plural(len(documents), 'document')}"
         if "label" in row:  # of KTO
             title = f"a prompt with a {'good' if row['label'] else 'bad'} answer"
         elif preview.has_pairs:
@@ -284,58 +282,49 @@ def print_rows(preview: Preview) -> None:
             width, height = size_of(image)
             tokens = tokens_of_size(processor, width, height)
             print_once(f"image {image['path'] or 'of the dataset'}: {width:,} x {height:,} pixels, {tokens:,} tokens")
-        painted = []
-        for ids, labels in documents[:SHOWN_DOCUMENTS]:
-            painted.append(paint(preview.tokenizer, *with_one_token_each(ids, labels, processor)))
+        painted = [
+            paint(preview.tokenizer, *with_one_token_each(*document, processor)) for document in documents[:SHOWN_DOCUMENTS]
+        ]
         print_once("\n---\n".join(painted))
-    print_once("")
 
 
 def paint(tokenizer: Any, ids: list[int], labels: list[int]) -> str:
-    """A document as text: tokens in the loss in ⟦ ⟧, special ones with ◆. A long one without its middle."""
-    if len(ids) > 2 * (SHOWN_START + SHOWN_END):
-        start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START])
-        end = paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:])
-        return f"{start}\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens …\n{end}"
-    special = set(tokenizer.all_special_ids)
-    for index, token in tokenizer.added_tokens_decoder.items():
-        if token.special:
-            special.add(index)
-    kinds = [(label != IGNORED, token in special) for token, label in zip(ids, labels, strict=True)]
+    """A document as text: tokens in the loss in ⟦ ⟧, special ones with ◆. Of a long one the beginning."""
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kinds = [(label != IGNORED, token in special) for token, label in zip(ids[:SHOWN_TOKENS], labels, strict=False)]
     text = ""
-    for (is_in_loss, is_special), pairs in itertools.groupby(zip(kinds, ids, strict=True), lambda pair: pair[0]):
+    for (is_in_loss, is_special), pairs in itertools.groupby(zip(kinds, ids, strict=False), lambda pair: pair[0]):
         tokens = [token for _, token in pairs]
         part = tokenizer.decode(tokens)
         if is_special:
             part = "".join(f"◆{tokenizer.decode(token)}" for token in tokens)
         text += f"⟦{part}⟧" if is_in_loss else part
-    return text.replace("⟧⟦", "")
+    hidden = len(ids) - SHOWN_TOKENS
+    return text.replace("⟧⟦", "") + (f"\n… {hidden:,} tokens" if hidden > 0 else "")
 
 
 def print_numbers(preview: Preview, found: dict[str, Any]) -> None:
     """Prints what `summarize` has found, a line for each number, and which rows `load` has read."""
     data = found["data"]
-    lengths = found["lengths"]
     if data:
         rows = f"{'' if data['is_complete'] else 'of the first '}{data['rows']:,}"
-        print_once(f"rows         {rows}, {data['skipped_rows']:,} skipped, {data['held_out']:,} held out for evaluation")
-    if data and data["ignored_columns"]:
-        print_once(f"ignored      columns {', '.join(data['ignored_columns'])}")
-    print_once(
-        f"lengths      {lengths['shortest']:,} to {lengths['longest']:,} tokens; median {lengths['median']:,}, 90th percentile "
-        f"{lengths['percentile_90']:,} ({plural(found['documents'], 'document')})"
-    )
-    what = "left out " if preview.has_images else "truncated"
+        print_once(f"\nrows         {rows}, {data['skipped_rows']:,} skipped, {data['held_out']:,} held out for evaluation")
+        if data["ignored_columns"]:
+            print_once(f"ignored      columns {', '.join(data['ignored_columns'])}")
+    lengths = ", ".join(f"{name} {number:,}" for name, number in found["lengths"].items())
     share = "not known: the recipe truncates and packs its rows itself"
     if found["truncated_documents"] is not None:
         share = f"{found['truncated_documents']:.1%} of the documents, {found['truncated_tokens']:.1%} of the tokens"
-    print_once(f"{what}    {share}")
-    print_once(f"in the loss  {found['in_the_loss']:.1%} of the tokens")
     epoch = "unknown: the dataset does not say how many rows it has"
     if found["sequences_per_epoch"]:
         unit = "rows" if preview.has_pairs else "sequences"
         epoch = f"about {found['sequences_per_epoch']:,} {unit}, {found['tokens_per_epoch']:,} tokens"
-    print_once(f"one epoch    {epoch}")
+    print_once(
+        f"lengths      of {plural(found['documents'], 'document')} in tokens: {lengths}\n"
+        f"{'left out ' if preview.has_images else 'truncated'}    {share}\n"
+        f"in the loss  {found['in_the_loss']:.1%} of the tokens\n"
+        f"one epoch    {epoch}"
+    )
 
 
 if __name__ == "__main__":

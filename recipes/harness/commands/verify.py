@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from harness.messages import UserError, exit_on_user_error, one_message, print_o
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
+POSITIONS = 256  # whose logits are in float32 at a time
 TOLERANCE_QUANTIZED = 0.1  # weights that were quantized after the training
 
 
@@ -35,8 +35,7 @@ TOLERANCE_QUANTIZED = 0.1  # weights that were quantized after the training
 class HeldOut:
     """What a run has kept for the comparison."""
 
-    # Evaluated ones, with their images if rows can have some, by the label of their dataset, "" for a single one.
-    documents: dict[str, list[tuple]]
+    documents: dict[str, list[tuple]]  # tokens, labels and images or None, by the label of their dataset, "" for a single one
     conversations: list[dict[str, Any]]  # the first ones, with their tokens
     results: dict[str, Any]  # of the run, with the logged losses
 
@@ -56,20 +55,20 @@ def main(*words: str) -> int:
         config = model.config
         saved = measure(model, held_out, run)
         del model  # before the other one is loaded
-        checks = check_loss(run, saved, held_out, TOLERANCE)
-        checks += check_prompts(run, held_out, lambda: load_saved_tokenizer(run))
+        checks = check_loss(run, saved, held_out, TOLERANCE, {}) + check_prompts(run, held_out)
+        tokenizer = None
         if file:
             tokenizer = load_tokenizer_of(file, run)
             checks += check_vocabulary(other, file, tokenizer)
-            losses = measure(load_gguf(other, config), held_out, other)
-            checks += check_loss(other, losses, held_out, TOLERANCE_QUANTIZED if is_quantized(file) else TOLERANCE, saved)
-            checks += check_prompts(other, held_out, lambda: tokenizer)
-        elif other and other.resolve() != run.resolve():
+            model = load_gguf(other, config)
+            is_rounded = is_quantized(file)
+        elif other:
             model = load_model(other)
             is_rounded = getattr(model.config, "quantization_config", None) is not None
-            losses = measure(model, held_out, other)
-            checks += check_loss(other, losses, held_out, TOLERANCE_QUANTIZED if is_rounded else TOLERANCE, saved)
-            checks += check_prompts(other, held_out, lambda: load_saved_tokenizer(other))
+        if other:
+            tolerance = TOLERANCE_QUANTIZED if is_rounded else TOLERANCE
+            checks += check_loss(other, measure(model, held_out, other), held_out, tolerance, saved)
+            checks += check_prompts(other, held_out, tokenizer)
     failed = sorted({check.model for check in checks if check.result == "FAILED"})
     if parsed.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
@@ -94,61 +93,53 @@ def read_held_out(folder: Path) -> HeldOut:
         table = pyarrow.parquet.read_table(folder / HELD_OUT)
     for row in table.to_pylist():
         if row["conversation"] is None:
-            found = documents_of(row)
-            if row.get("images") is not None:
-                found = [(*document, row["images"]) for document in found]
+            found = [(*document, row.get("images")) for document in documents_of(row)]
             held_out.documents.setdefault(row["dataset"], []).extend(found)
         else:
-            images = {} if row.get("images") is None else {"images": row["images"]}
-            held_out.conversations.append(json.loads(row["conversation"]) | {"input_ids": row["input_ids"]} | images)
+            tokens = {"input_ids": row["input_ids"], "images": row.get("images")}
+            held_out.conversations.append(json.loads(row["conversation"]) | tokens)
     return held_out
-
-
-def has_images(held_out: HeldOut) -> bool:
-    return any(len(document) > 2 for documents in held_out.documents.values() for document in documents)
 
 
 def measure(model: Any, held_out: HeldOut, name: Path) -> dict[str, float]:
     """The loss per token of each evaluation dataset. The model gets every document alone."""
     from tqdm import tqdm
 
-    collate = ImageCollator(load_saved_processor(name)) if has_images(held_out) else None
+    collate = None
     losses = {}
     for label, documents in held_out.documents.items():
-        shown = tqdm(documents, f"Evaluating {name}", unit="document", disable=None)
-        parts = [document_loss(model, document, collate) for document in shown]
-        losses[label] = sum(loss for loss, _ in parts) / max(1, sum(count for _, count in parts))
+        total = 0.0
+        count = 0
+        for ids, labels, images in tqdm(documents, f"Evaluating {name}", unit="document", disable=None):
+            if images is not None:
+                collate = collate or ImageCollator(load_saved_processor(name))
+            loss, tokens = document_loss(model, ids, labels, collate and collate.for_prompts([ids], [images]))
+            total += loss
+            count += tokens
+        losses[label] = total / max(1, count)
     return losses
 
 
-def document_loss(model: Any, document: tuple, collate: ImageCollator | None, positions: int = 256) -> tuple[float, int]:
-    """The sum of the loss over a document, and the number of its tokens in the loss. Logits of `positions` tokens in float32.
-
-    `collate`: for documents with images.
-    """
+def document_loss(model: Any, ids: list[int], labels: list[int], inputs: Any) -> tuple[float, int]:
+    """The sum of the loss over a document, and the number of its tokens in the loss. `inputs`: of one with images, else None."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    ids, labels, *images = document
     targets = torch.tensor(labels[1:])
     count = int((targets != IGNORED).sum())
     if not count:
         return 0.0, 0
-    inputs = {"input_ids": torch.tensor([ids])}
-    if images:
-        inputs = collate.for_prompts([ids], images)
+    inputs = inputs or {"input_ids": torch.tensor([ids])}
     with torch.no_grad():
         logits = model(**{name: value.to(model.device) for name, value in inputs.items()}).logits[0, :-1]
         total = 0.0
-        for start in range(0, len(targets), positions):
-            part = slice(start, start + positions)
-            wanted = targets[part].to(logits.device)
-            total += cross_entropy(logits[part].float(), wanted, ignore_index=IGNORED, reduction="sum").item()
+        for some, wanted in zip(logits.split(POSITIONS), targets.split(POSITIONS), strict=True):
+            total += cross_entropy(some.float(), wanted.to(some.device), ignore_index=IGNORED, reduction="sum").item()
     return total, count
 
 
 def check_loss(
-    model: Path, losses: dict[str, float], held_out: HeldOut, tolerance: float, saved: dict[str, float] | None = None
+    model: Path, losses: dict[str, float], held_out: HeldOut, tolerance: float, saved: dict[str, float]
 ) -> list[Check]:
     """Compares the loss of each evaluation dataset with what the run has logged.
 
@@ -159,7 +150,7 @@ def check_loss(
         what = f"loss of {label or 'the evaluation rows'}"
         expected = held_out.results.get(f"eval_{label}_loss" if label else "eval_loss")
         if expected is None or not held_out.results.get("loss_is_cross_entropy"):
-            expected = (saved or {}).get(label)
+            expected = saved.get(label)
         if expected is None:
             checks.append(Check(str(model), what, "", f"{found:.4f}", "", "not checked"))
         else:
@@ -168,15 +159,15 @@ def check_loss(
     return checks
 
 
-def check_prompts(model: Path, held_out: HeldOut, load_tokenizer: Callable[[], Any]) -> list[Check]:
+def check_prompts(model: Path, held_out: HeldOut, tokenizer: Any = None) -> list[Check]:
     """Whether the tokenizer of `model` makes the tokens of the run from each conversation up to a trained answer."""
     from harness.compat.transformers import set_date_of_chat_templates
 
     if not held_out.conversations:
         return []
     set_date_of_chat_templates(date_of(held_out.results))
-    tokenizer = load_tokenizer()
-    processor = load_saved_processor(model) if "images" in held_out.conversations[0] else None
+    tokenizer = tokenizer or load_saved_tokenizer(model)
+    processor = None if held_out.conversations[0]["images"] is None else load_saved_processor(model)
     equal = []
     for row in held_out.conversations:
         turns = row.get("messages") or row["prompt"] + row["completion"]

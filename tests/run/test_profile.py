@@ -36,7 +36,7 @@ def test_profile_of_a_run_of_one_step(build_trainer):
     from harness.run.profile import Profile
 
     trainer = build_trainer(RECIPE, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no")
-    trainer.add_callback(Profile(trainer.args))
+    trainer.add_callback(Profile())
     trainer.train()
     assert trainer.state.global_step == 1
 

@@ -32,9 +32,16 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message}: see {self.prog} --help")
 
 
+def folder(text: str) -> Path:
+    """A folder that exists: another name would be looked for on the Hub, which takes long."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return Path(text)
+
+
 def chat() -> CommandParser:
     parser = CommandParser("chat", "Chats with the model of a finished run; also a QLoRA adapter, without a merge.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
+    parser.add_argument("run", metavar="RUN", type=folder, help="the output directory of a finished run")
     parser.add_argument("--max_new_tokens", metavar="N", type=int, default=512, help="the longest answer, default %(default)s")
     parser.add_argument(
         "--system", metavar="TEXT", help="the system message; without the flag that of the training rows, if all have the same"
@@ -46,7 +53,7 @@ def chat() -> CommandParser:
 def merge() -> CommandParser:
     parser = CommandParser("merge", "Merges an adapter into its base model, or a sharded checkpoint into one model.")
     parser.epilog = "To upload it: .venv/bin/hf upload OWNER/NAME OUT"
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
+    parser.add_argument("run", metavar="RUN", type=folder, help="the folder of a run or of a checkpoint")
     parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
     parser.add_argument(
         "--original_weights",
@@ -71,14 +78,14 @@ def preview() -> CommandParser:
 
 def report() -> CommandParser:
     parser = CommandParser("report", "Compares finished runs with each other.")
-    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="output directories of runs")
+    parser.add_argument("paths", metavar="RUN", type=folder, nargs="+", help="output directories of runs")
     add_json(parser)
     return parser
 
 
 def verify() -> CommandParser:
     parser = CommandParser("verify", "Compares what was trained with what is saved, merged or quantized.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
+    parser.add_argument("run", metavar="RUN", type=folder, help="the output directory of a finished run")
     parser.add_argument(
         "model",
         metavar="MODEL",

@@ -41,7 +41,7 @@ def main(*words: str) -> None:
     else:
         print_once(f"It was trained on {rows or 'texts'}, so it continues what you write. Write \\n for a line break.")
     if images:
-        print_once(f"The first question of each conversation has the images {', '.join(map(str, parsed.image))}.")
+        print_once("The first question of each conversation has the images.")
     if is_chat and system:
         print_once(f"The system message (--system) is: {system}")
     for line in lines():
@@ -57,7 +57,8 @@ def main(*words: str) -> None:
                 inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", **options)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, parsed.max_new_tokens)})
         else:
-            generate(model, tokenizer, encode_text(tokenizer, line.replace("\\n", "\n")), parsed.max_new_tokens)
+            inputs = tokenizer(line.replace("\\n", "\n"), return_tensors="pt")
+            generate(model, tokenizer, inputs, parsed.max_new_tokens)
 
 
 def encode_with_images(processor: Any, turns: list[dict], images: list[dict], options: dict[str, Any]) -> Any:
@@ -78,15 +79,6 @@ def lines() -> Iterator[str]:
         if line.strip() in ("exit", "quit"):
             return
         yield line
-
-
-def encode_text(tokenizer: Any, text: str) -> Any:
-    """The tokens of a text that the model is to continue: without the EOS token, which some tokenizers add."""
-    inputs = tokenizer(text, return_tensors="pt")
-    if int(inputs["input_ids"][0, -1]) == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        for name in inputs:
-            inputs[name] = inputs[name][:, :-1]
-    return inputs
 
 
 def generate(model: Any, tokenizer: Any, inputs: Any, new_tokens: int) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands.saved import load_saved_tokenizer
+from harness.messages import UserError
 
 FLOATS = {"F32", "F16", "BF16"}  # the types of weights that are not quantized
 
@@ -87,6 +88,8 @@ def load_gguf(file: Path, trained: Any) -> Any:
     vars(config).pop("quantization_config", None)  # after QLoRA
     path = str(file.absolute())
     settings, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=path)
+    if settings["model_type"] != config.model_type:
+        raise UserError(f"{file} has the architecture {settings['model_type']}, but the run has trained {config.model_type}")
     positions = settings.pop("rope_parameters", {})
     if "rope_theta" in settings:
         positions["rope_theta"] = settings.pop("rope_theta")

@@ -6,10 +6,12 @@ A LoRA adapter is added to the model it was trained on, with one file of it in m
 of an unfinished run is put together.
 """
 
+import functools
 import os
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from harness.folder import (
     write_json,
 )
 from harness.hub import hub_errors
-from harness.messages import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, one_message, print_once
 from harness.signals import set_signal_handler
 
 EMBEDDINGS = {"embed_tokens", "wte", "embed_in", "lm_head", "embed_out"}  # names of the first and the last layer
@@ -36,12 +38,17 @@ WRAPPER = "model."  # accelerate saves the weights of a sharded model below this
 MERGED = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-    *("eva_config", "megatron_core"),
+    *("eva_config", "megatron_core", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
 }
-KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # the other `init_lora_weights` change the weights of the base model
-TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")  # those whose model the config.json of the base model names
+# And values of others: the other `init_lora_weights` change the weights of the base model, whose config.json names the model of
+# these tasks.
+VALUES = {
+    "init_lora_weights": (False, "gaussian", "orthogonal", "eva"),
+    "task_type": ("CAUSAL_LM", "SEQ_2_SEQ_LM"),
+}
 
 
+@one_message()
 def main(*words: str) -> None:
     """Merges the adapter, or the sharded checkpoint, in RUN into OUT, by default RUN/merged."""
     parsed = arguments.merge().read(words)
@@ -150,46 +157,48 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     from safetensors import safe_open
     from safetensors.torch import save_file
     from tqdm import tqdm
-    from transformers import AutoConfig
 
     settings = read_adapter_settings(folder)
     check_can_be_merged(settings, folder)
     base = Path(settings.base_model_name_or_path)
     base = Path(read_source(base).get("model", base))  # not the quantized copy that it was trained on
-    with hub_errors("model", str(base)):
-        if not base.is_dir():
+    if not base.is_dir():
+        with hub_errors("model", str(base)):
             base = Path(snapshot_download(str(base), revision=settings.revision, **FILES_OF_MODEL))
     model = check_weights(str(base))
+    if model is None:
+        raise UserError(f"the files of {base} are quantized, so an adapter cannot be added to them: use it with its base model")
+    is_tied = model.config.tie_word_embeddings
     name_in_model = names_in_model(model)
     how = read_quantization(read_json(folder / RESULTS) or read_json(folder / COMPLETION_MARKER))
-    if how and model is None:
-        raise UserError(f"the files of {base} are quantized, so an adapter cannot be added to them: use it with its base model")
     quantized = how.weights_in(model) if how else {}  # it changes the model, which is not used afterwards
-    is_transposed = any(quantized.values())
+    parts = {part for name in adapter for part in name.split(".")}
+    unties = is_tied and bool(EMBEDDINGS & parts)
+    # What changes more than the weights of linear layers by a product: DoRA, embeddings, fused experts. Also GPT-2, whose weights
+    # are transposed and have other names on the Hub.
+    is_other = any(part.startswith("lora_") for part in parts - {"lora_A", "lora_B"}) or any(quantized.values())
     quantized = {} if uses_original else quantized
-    which = "4-bit weights that it was trained on, unpacked" if quantized else "original weights"
-    print_once(f"The adapter is added to the {which}: {base}.")
-    is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
-    unties = is_tied and any(EMBEDDINGS & set(name.split(".")) for name in adapter)
-    if unties or is_transposed or needs_peft(adapter, settings):
-        merge_in_memory(base, settings, adapter, unties, target, how, quantized)
-        copy_other_files(base, folder, target)
-        return
-    changes = changed_weights(adapter, settings)
-    files = weight_files(base)
-    for file in tqdm(files, desc="Merging", unit="file"):
-        merged = {}
-        with safe_open(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
-                weight = weights.get_tensor(name)
-                known = name_in_model(name)
-                trained = how.as_trained(weight) if known in quantized else weight
-                merged[name] = change(trained, changes.pop(known, None)).to(weight.dtype).contiguous()
-        save_file(merged, target / file.name, {"format": "pt"})
-    if changes:
-        raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
-    if len(files) > 1:
-        shutil.copyfile(base / INDEX, target / INDEX)
+    if unties or is_other or settings.target_parameters or settings.fan_in_fan_out or settings.alpha_pattern:
+        trained = {}
+        for name, is_transposed in quantized.items():
+            trained[name] = functools.partial(how.as_trained, is_transposed=is_transposed)
+        merge_in_memory(base, settings, adapter, unties, trained).save_pretrained(target)
+    else:
+        changes = changed_weights(adapter, settings)
+        files = weight_files(base)
+        for file in tqdm(files, desc="Merging", unit="file"):
+            merged = {}
+            with safe_open(file, "pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                    weight = weights.get_tensor(name)
+                    known = name_in_model(name)
+                    trained = how.as_trained(weight) if known in quantized else weight
+                    merged[name] = change(trained, changes.pop(known, None)).to(weight.dtype).contiguous()
+            save_file(merged, target / file.name, {"format": "pt"})
+        if changes:
+            raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
+        if len(files) > 1:
+            shutil.copyfile(base / INDEX, target / INDEX)
     copy_other_files(base, folder, target)
 
 
@@ -198,20 +207,13 @@ def check_can_be_merged(settings: Any, folder: Path) -> None:
 
     The merged model would compute something else, without an error.
     """
-    from peft import LoraConfig, PeftConfig
+    from peft import LoraConfig
 
-    kind = getattr(settings.peft_type, "value", None)
     problems = []
-    if kind != "LORA":
-        problems.append(f"peft_type {kind}")
-    else:
-        if settings.task_type not in TASKS:
-            problems.append(f"task_type {settings.task_type}")
-        if settings.init_lora_weights not in KEEP_BASE:
-            problems.append(f"init_lora_weights {settings.init_lora_weights}")
-        default = LoraConfig()
-        checked = {*vars(default)} - {*vars(PeftConfig())} - MERGED - {"init_lora_weights"}
-        problems += sorted(name for name in checked if getattr(settings, name) != getattr(default, name))
+    for name, default in vars(LoraConfig()).items():
+        value = getattr(settings, name, None)
+        if name not in MERGED and value != default and value not in VALUES.get(name, ()):
+            problems.append(f"{name} {value}")
     if problems:
         raise UserError(
             f"{folder} has an adapter with {', '.join(problems)}, and --merge is for LoRA, rsLoRA and DoRA: merge it in the "
@@ -230,30 +232,21 @@ def copy_other_files(base: Path, run: Path, target: Path) -> None:
         is_replaced = processor.is_file() and file.name.endswith("processor_config.json")
         if is_wanted and not is_replaced and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
-    for file in (*run.glob("*token*"), run / "chat_template.jinja", processor):
-        if file.is_file():
+    for pattern in ("*token*", "chat_template.jinja", processor.name):
+        for file in run.glob(pattern):
             shutil.copyfile(file, target / file.name)
     templates = (run if (run / "tokenizer_config.json").is_file() else base) / CHAT_TEMPLATE_DIR
     if templates.is_dir():
         shutil.copytree(templates, target / CHAT_TEMPLATE_DIR)
 
 
-def needs_peft(adapter: dict[str, Any], settings: Any) -> bool:
-    """Whether an adapter changes more than the weights of linear layers by a product: DoRA, embeddings, fused experts.
-
-    Also for GPT-2, whose weights are transposed (`fan_in_fan_out`), and have other names on the Hub.
-    """
-    is_other = any(".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
-    return bool(is_other or settings.use_dora or settings.target_parameters or settings.fan_in_fan_out or settings.alpha_pattern)
-
-
 def merge_in_memory(
-    base: Path, settings: Any, adapter: dict[str, Any], unties: bool, target: Path, how: Any, quantized: dict[str, bool]
-) -> None:
-    """Merges with PEFT, which needs the whole model in memory.
+    base: Path, settings: Any, adapter: dict[str, Any], unties: bool, trained: dict[str, Callable[[Any], Any]]
+) -> Any:
+    """The model that PEFT has merged, which needs all of it in memory.
 
     `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
-    they are different weights now. `how`, `quantized`: the `TrainedQuantization`, and the weights that it quantized.
+    they are different weights now. `trained`: for each weight that was quantized, what makes of it the one that was trained on.
     """
     from harness.model.weight_files import class_of_model
 
@@ -262,19 +255,18 @@ def merge_in_memory(
     from transformers import AutoConfig
 
     model = class_of_model(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto")
-    for name, is_transposed in quantized.items():
+    for name, as_trained in trained.items():
         weight = model.get_parameter(name)
-        weight.data = how.as_trained(weight.data, is_transposed).to(weight.dtype).contiguous()
+        weight.data = as_trained(weight.data).to(weight.dtype).contiguous()
     if unties:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
         model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}
     model = PeftModel(model, settings)
-    loaded = set_peft_model_state_dict(model, adapter)
-    if loaded.unexpected_keys:
-        raise UserError(f"{base} has no place for {loaded.unexpected_keys[0]}: is it the model that this adapter was trained on?")
-    model.merge_and_unload().save_pretrained(target)
+    if unknown := set_peft_model_state_dict(model, adapter).unexpected_keys:
+        raise UserError(f"{base} has no place for {unknown[0]}: is it the model that this adapter was trained on?")
+    return model.merge_and_unload()
 
 
 def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Any]:

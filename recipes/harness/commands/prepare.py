@@ -8,6 +8,7 @@ At the end it runs the recipe until its trainer is built, so that the recipe's o
 import glob
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ class PreparedRecipe(StartedRecipe):
         from harness.compat.transformers import load_tokenizers_as_offline
         from harness.model.loading import load_small_models
         from harness.model.quantized import quantize_once, use_quantized_weights
-        from harness.model.weight_files import check_weights
         from harness.start import preparing
 
         run = self.run
@@ -49,13 +49,11 @@ class PreparedRecipe(StartedRecipe):
         if not run.tiny:
             if model_args.model_name_or_path:
                 preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
-            models = {model_args.model_name_or_path: model_args.model_revision}
+                download_model(model_args.model_name_or_path, model_args.model_revision)
             if teacher := getattr(training_args, "teacher_model_name_or_path", None):
-                models[teacher] = training_args.teacher_model_revision or "main"
-            models.pop(None, None)  # without a name the recipe makes its model itself
-            download(run.data, models)
-            for name, revision in models.items():
-                check_weights(name, revision)
+                download_model(teacher, training_args.teacher_model_revision or "main")
+            if run.data.streaming:  # the recipe itself downloads other datasets
+                download_streams(run.data.sources)
         load_tokenizers_as_offline()
         run = preparing.replace_model_and_dataset(run, arguments)
         if model_args.load_in_4bit:
@@ -65,19 +63,25 @@ class PreparedRecipe(StartedRecipe):
         load_small_models()
 
 
-def download(data: Any, models: dict[str, str]) -> None:
-    """Downloads models, by name and revision, and the files of streams. The recipe itself downloads the other datasets."""
-    from harness.data import reading
-    from harness.model.weight_files import FILES_OF_MODEL
+def download_model(name: str, revision: str) -> None:
+    from harness.model.weight_files import FILES_OF_MODEL, check_weights
 
     from huggingface_hub import snapshot_download
 
-    for name, revision in models.items():
-        if not Path(name).is_dir():
-            with hub_errors("model", name):
-                snapshot_download(name, revision=revision, **FILES_OF_MODEL)
-    for source in data.sources:
-        if data.streaming and not reading.is_local(source.name):
+    if not Path(name).is_dir():
+        with hub_errors("model", name):
+            snapshot_download(name, revision=revision, **FILES_OF_MODEL)
+    check_weights(name, revision)
+
+
+def download_streams(sources: Iterable[Any]) -> None:
+    """Downloads the files of streams."""
+    from harness.data import reading
+
+    from huggingface_hub import snapshot_download
+
+    for source in sources:
+        if not reading.is_local(source.name):
             with hub_errors("dataset", source.name):
                 snapshot_download(source.name, repo_type="dataset", allow_patterns=files_of(source))
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
-from harness.commands.documents import Document, documents_of
 from harness.commands.rewards import print_rewards, score
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
 from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
+from harness.run.documents import Document, documents_of
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
@@ -171,14 +171,9 @@ def why_no_documents(trainer: Any) -> str:
     from harness.run import generation
     from harness.run.samples import why_no_text
 
-    row = next(iter(trainer.train_dataset), None)
-    if row is None:
+    if next(iter(trainer.train_dataset), None) is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
-    if reason := why_no_text(trainer):
-        return reason
-    if generation.writes_answers(trainer):
-        return "the answers are generated"
-    return "" if {"input_ids", "prompt_ids"} & row.keys() else "the rows have no column input_ids"
+    return "the answers are generated" if generation.writes_answers(trainer) else why_no_text(trainer)
 
 
 def other_rows(preview: Preview) -> list[dict[str, str]]:

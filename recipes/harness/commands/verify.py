@@ -16,7 +16,6 @@ from typing import Any
 
 from harness.batches import IGNORED
 from harness.commands import arguments
-from harness.commands.documents import documents_of
 from harness.commands.gguf import Check, check_vocabulary, compare, is_quantized, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
@@ -24,6 +23,7 @@ from harness.data.images import ImageCollator, count_marks, encode_turns
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, one_message, print_once
+from harness.run.documents import documents_of
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
@@ -97,8 +97,13 @@ def read_held_out(folder: Path) -> HeldOut:
             held_out.documents.setdefault(row["dataset"], []).extend(found)
         else:
             tokens = {"input_ids": row["input_ids"], "images": row.get("images")}
-            held_out.conversations.append(json.loads(row["conversation"]) | tokens)
+            held_out.conversations.append(json.loads(row["conversation"], object_hook=without_none) | tokens)
     return held_out
+
+
+def without_none(value: dict) -> dict:
+    """A message without the keys that a table has filled with None."""
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def measure(model: Any, held_out: HeldOut, name: Path) -> dict[str, float]:
@@ -189,7 +194,7 @@ def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict
     tools = row.get("tools")
     options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
     try:
-        ((_, fitted),) = fit_calls(tokenizer, [("", {"messages": without_none(turns)})])
+        ((_, fitted),) = fit_calls(tokenizer, [("", {"messages": turns})])
         if processor:
             images = row["images"][: count_marks(turns)]  # those of later turns are not in this prompt
             return encode_turns(processor, fitted["messages"], images, add_generation_prompt=True, **options)["input_ids"]
@@ -198,13 +203,6 @@ def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict
         if isinstance(error, UserError):
             raise
         return []
-
-
-def without_none(value: Any) -> Any:
-    """Messages without the keys that a table has filled with None."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -41,15 +41,14 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
     """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
     run = Path(trainer.args.output_dir)
-    text = str(error).strip()
-    has_disappeared = not (run / folder.RUN).is_file()  # nodes may have no folder without checkpoints, the first process has
+    # Nodes may have no folder without checkpoints, the first process has.
+    has_disappeared = trainer.is_world_process_zero() and not (run / folder.RUN).is_file()
     is_disk_error = isinstance(error, OSError) and (error.errno in DISK_ERRORS or Path(str(error.filename)).is_relative_to(run))
-    is_disk_message = any(message in text for message in DISK_MESSAGES)
-    if not ((has_disappeared and trainer.is_world_process_zero()) or is_disk_error or is_disk_message):
+    if not (has_disappeared or is_disk_error or any(message in str(error) for message in DISK_MESSAGES)):
         return
     reason = "it has disappeared"
     if not has_disappeared:
-        reason = f"{last_line(error)} ({readable_size(shutil.disk_usage(run).free)} of the disk are free)"
+        reason = f"{last_line(error)} ({readable_size(shutil.disk_usage(run.parent).free)} of the disk are free)"
     message = f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}"
     # A sharded checkpoint fails on every process; an OSError can be that of one process.
     die(message, folder.NOT_WRITABLE, is_of_one_process=is_disk_error)

@@ -34,16 +34,12 @@ def raise_if_of_reward(error: Exception, trainer: Any) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     if not any(frame.name == "_calculate_rewards" for frame in frames):  # TRL's
         return
-    names = ", ".join(trainer.reward_func_names)
-    where = ""
-    for frame in frames:
-        if frame.name in trainer.reward_func_names:
-            names = frame.name
-            where = f"{Path(frame.filename).name}, line {frame.lineno}: "
-    hint = f" {folder.resume_hint(Path(trainer.args.output_dir))}" if trainer.state.global_step else ""
+    names = trainer.reward_func_names
+    places = [f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})" for frame in frames if frame.name in names]
+    hint = folder.resume_hint(Path(trainer.args.output_dir)) if trainer.state.global_step else ""
     raise UserError(
-        f"{where}the reward function {names} fails: {type(error).__name__}: {last_line(error)} (--debug shows the traceback). It "
-        f"must accept **others, and return a list with one number for each completion.{hint}"
+        f"the reward function {', '.join(places or names)} fails: {type(error).__name__}: {last_line(error)} (--debug shows the "
+        f"traceback). It must accept **others, and return a list with one number for each completion. {hint}"
     ) from error
 
 

@@ -12,11 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 class Profile(TrainerCallback):
     """Each process writes the trace of a step to `profile/` in the output directory, the first one also the table."""
 
-    def __init__(self, args: TrainingArguments) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.folder = Path(args.output_dir, "profile")
         self.rank = args.process_index
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         others = max(0, state.max_steps - state.global_step - 2)  # besides the recorded one and one before it
         wait = min(others // 2, 20)  # the first steps are slower than the others
         when = schedule(wait=wait, warmup=1, active=1, repeat=1)

@@ -54,7 +54,7 @@ class Progress(TrainerCallback):
         self.tokens = 0
         self.loss_tokens = 0
         self.seconds = 0.0
-        self.running_since: float | None = None  # None during evaluations and checkpoints
+        self.running_since: float | None = None  # None before the first step of an epoch
         self.first_step = 0
         self.began = time.monotonic()
         self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
@@ -70,7 +70,7 @@ class Progress(TrainerCallback):
             rows, tokens = size_of(batch)
             self.rows += rows // shared
             self.tokens += tokens
-        self.loss_tokens = self.loss_tokens + (loss_tokens if loss_tokens is not None else 0)
+        self.loss_tokens = self.loss_tokens + (0 if loss_tokens is None else loss_tokens)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.first_step = state.global_step
@@ -84,27 +84,22 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._log_with_checkpoint(args, state, control)
-        if control.should_log or control.should_evaluate or control.should_save:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the GPU's work for the steps so far is part of them
-            self._pause()
-            self.running_since = time.monotonic()
+        if torch.cuda.is_available() and (control.should_log or control.should_evaluate or control.should_save):
+            torch.cuda.synchronize()  # the GPU's work for the steps so far is part of them
+        now = time.monotonic()
+        self.seconds += now - self.running_since
+        self.running_since = now
         steps = state.global_step - self.first_step
-        self.seconds_left = (time.monotonic() - self.steps_began) / steps * (state.max_steps - state.global_step)
+        self.seconds_left = (now - self.steps_began) / steps * (state.max_steps - state.global_step)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._log_with_checkpoint(args, state, control)
-        self._pause()
+        self.running_since = None
 
     def _log_with_checkpoint(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Logs at every checkpoint and at the last step: a logged loss is the mean since the last log, which a resume forgets."""
         if args.logging_strategy != "no" and (control.should_save or state.global_step >= state.max_steps):
             control.should_log = True
-
-    def _pause(self) -> None:
-        if self.running_since is not None:
-            self.seconds += time.monotonic() - self.running_since
-        self.running_since = None
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if state.global_step > self.first_step:  # not before the first step

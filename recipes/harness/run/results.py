@@ -78,16 +78,13 @@ def versions() -> dict[str, str]:
 
 
 def measure_process() -> dict[str, float]:
-    """The node of this process, and its peaks of memory in bytes."""
-    found = {
+    """The node of this process, and its peaks of memory in bytes; 0 without a GPU."""
+    return {
         "node": int(os.environ.get("GROUP_RANK", "0")),
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-        "gpu": 0,
-        "reserved": 0,
+        "gpu": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
     }
-    if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    return found
 
 
 def measure_memory(processes: list[dict[str, float]]) -> dict[str, float]:
@@ -147,17 +144,12 @@ def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: 
 
 
 def measure_speed(progress: Progress) -> dict:
-    """Tokens, seconds, and tokens per second of all processes together."""
+    """Tokens, seconds, and tokens per second of all processes together; rows per second of rows without tokens."""
     counted = progress.so_far()
-    seconds = counted["seconds"] or 1  # 0 if the run had no step left
-    return {
-        "tokens_per_second": round(counted["tokens"] / seconds, 1),
-        **({} if counted["tokens"] else {"rows_per_second": round(counted["rows"] / seconds, 1)}),
-        "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
-        "train_runtime": counted["runtime"],
-        "tokens": counted["tokens"],
-        "loss_tokens": counted["loss_tokens"],
-    }
+    found = {"train_runtime": counted["runtime"], "tokens": counted["tokens"], "loss_tokens": counted["loss_tokens"]}
+    for name in ("tokens", "loss_tokens", *([] if counted["tokens"] else ["rows"])):
+        found[f"{name}_per_second"] = round(counted[name] / (counted["seconds"] or 1), 1)  # 0 s if the run had no step left
+    return found
 
 
 def mean_loss(log_history: list[dict]) -> float | None:

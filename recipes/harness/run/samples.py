@@ -3,11 +3,13 @@
 import itertools
 from pathlib import Path
 
+from harness.batches import IGNORED
 from harness.compat.transformers import generate_on
 from harness.data.images import ImageCollator, with_one_token_each
 from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run import generation
+from harness.run.documents import documents_of
 from harness.run.failures import only_report
 from harness.run.parameters import base_of, can_generate
 
@@ -19,22 +21,36 @@ COUNT, PROMPT_TOKENS = 3, 24  # samples; tokens of the prompt of a row that is o
 
 def why_no_text(trainer: Trainer) -> str:
     """Why a trainer's model is not asked to continue texts, "" if it is: a classifier, a reward model, an encoder-decoder."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not can_generate(model) or base_of(model).config.is_encoder_decoder:
-        return f"{type(base_of(model)).__name__} does not continue texts"
-    return "" if trainer.processing_class else "the trainer has no tokenizer"
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
+    if not can_generate(model) or model.config.is_encoder_decoder:
+        return f"{type(model).__name__} does not continue texts"
+    if not trainer.processing_class:
+        return "the trainer has no tokenizer"
+    has_tokens = all({"input_ids", "prompt_ids"} & row.keys() for row in first_rows(trainer))
+    return "" if has_tokens or generation.writes_answers(trainer) else "the rows have no column input_ids"
+
+
+def first_rows(trainer: Trainer) -> list[dict]:
+    """The first rows for evaluation, of several datasets those of the first one; for training if there are none."""
+    dataset = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()))
+    return list(itertools.islice(dataset, COUNT))
 
 
 def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective."""
-    rows, reason = choose_rows(trainer)
-    if reason:
+    if reason := why_no_text(trainer):
         print_once(f"No samples: {reason}.")
         return
+    rows = first_rows(trainer)
     processor = trainer.processing_class
     tokenizer = getattr(processor, "tokenizer", processor)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompts = [_prompt_of(row) for row in rows]
+    if generation.writes_answers(trainer):
+        prompts = [generation.tokens_of_prompt(trainer, row["prompt"]) for row in rows]
+    else:
+        prompts = [prompt_of(row) for row in rows]
     if "images" in rows[0]:
         inputs = ImageCollator(processor, "left").for_prompts(prompts, [row["images"] for row in rows])
     else:
@@ -47,29 +63,17 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     if not trainer.is_world_process_zero():
         return
     with only_report("samples.txt"):  # the other processes no longer wait for this one
+        ends = end_tokens(trainer.model, tokenizer)
         texts = []
         for prompt, answer in zip(prompts, generated, strict=True):
             prompt, _ = with_one_token_each(prompt, prompt, processor)
-            answer = _decode_answer(answer, trainer.model, tokenizer)
-            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{answer}\n")
+            end = next((index for index, token in enumerate(answer) if token in ends), len(answer))
+            text = tokenizer.decode(answer[: end + 1]) + ("" if end < len(answer) else " …")
+            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{text}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
         with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:
             draft.write_text("\n".join(texts), "utf-8")
-
-
-def choose_rows(trainer: Trainer) -> tuple[list[dict], str]:
-    """The first rows of the (first) evaluation dataset, and why they are not continued, "" if they are."""
-    if reason := why_no_text(trainer):
-        return [], reason
-    dataset = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
-    if isinstance(dataset, dict):
-        dataset = next(iter(dataset.values()))
-    rows = list(itertools.islice(dataset, COUNT))
-    if generation.writes_answers(trainer):
-        rows = [{"prompt_ids": generation.tokens_of_prompt(trainer, row["prompt"])} for row in rows]
-    has_tokens = all({"input_ids", "prompt_ids"} & row.keys() for row in rows)
-    return rows, "" if has_tokens else "the rows have no column input_ids"
 
 
 def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) -> list[list[int]]:
@@ -96,26 +100,14 @@ def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) 
     return generated[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The generated text up to its end token, or with "…" if there is none."""
-    ends = end_tokens(model, tokenizer)
-    for index, token in enumerate(tokens):
-        if token in ends:
-            return tokenizer.decode(tokens[: index + 1])
-    return f"{tokenizer.decode(tokens)} …"
-
-
 def end_tokens(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end an answer: those of the generation config and of the tokenizer."""
     eos = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
 
 
-def _prompt_of(row: dict) -> list[int]:
+def prompt_of(row: dict) -> list[int]:
     """The tokens of a row before the first one in the loss; its first tokens if all are in the loss. Of a pair the prompt."""
-    if "prompt_ids" in row:  # of DPOTrainer, or of a trainer that generates
-        return list(row["prompt_ids"])
-    ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
-    labels = list(row.get("labels", ids))[: len(ids)]
-    masked = next((index for index, label in enumerate(labels) if label != -100), 0)
+    ids, labels = documents_of(row)[0]
+    masked = next((index for index, label in enumerate(labels) if label != IGNORED), 0)
     return list(ids[: masked if masked > 1 else min(PROMPT_TOKENS, max(1, len(ids) - 1))])  # not the end token of a short text

@@ -108,7 +108,7 @@ def callbacks_of(trainer: RunTrainer, run: Run) -> list[TrainerCallback]:
     checks.append(RewardsOfSteps(trainer) if trains_on_rewards(trainer) else StopIfUnchanged())
     saves = [parts.position, parts.reader, parts.checkpoints]
     stops = [parts.stop, MissedEvaluation(trainer, parts.resumed_from), StopAtLastStep()]
-    measurements = [parts.progress, Profile(trainer.args)] if run.profile else [parts.progress]
+    measurements = [parts.progress, Profile()] if run.profile else [parts.progress]
     return [*checks, *saves, *stops, *measurements]
 
 

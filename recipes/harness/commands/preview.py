@@ -256,7 +256,7 @@ def print_preview(preview: Preview, found: dict[str, Any]) -> None:
         print_once(f"\nnot shown    {found['not_shown']}")
     else:
         print_rows(preview)
-        print_numbers(preview, found)
+        print_numbers(found)
     if "rewards" in found:
         print_rewards(found["rewards"], found["rewards_not_compared"])
 
@@ -298,28 +298,13 @@ def paint(tokenizer: Any, ids: list[int], labels: list[int]) -> str:
     return text.replace("⟧⟦", "") + (f"\n… {hidden:,} tokens" if hidden > 0 else "")
 
 
-def print_numbers(preview: Preview, found: dict[str, Any]) -> None:
-    """Prints what `summarize` has found, a line for each number, and which rows `load` has read."""
-    data = found["data"]
-    if data:
-        rows = f"{'' if data['is_complete'] else 'of the first '}{data['rows']:,}"
-        print_once(f"\nrows         {rows}, {data['skipped_rows']:,} skipped, {data['held_out']:,} held out for evaluation")
-        if data["ignored_columns"]:
-            print_once(f"ignored      columns {', '.join(data['ignored_columns'])}")
-    lengths = ", ".join(f"{name} {number:,}" for name, number in found["lengths"].items())
-    share = "not known: the recipe truncates and packs its rows itself"
-    if found["truncated_documents"] is not None:
-        share = f"{found['truncated_documents']:.1%} of the documents, {found['truncated_tokens']:.1%} of the tokens"
-    epoch = "unknown: the dataset does not say how many rows it has"
-    if found["sequences_per_epoch"]:
-        unit = "rows" if preview.has_pairs else "sequences"
-        epoch = f"about {found['sequences_per_epoch']:,} {unit}, {found['tokens_per_epoch']:,} tokens"
-    print_once(
-        f"lengths      of {plural(found['documents'], 'document')} in tokens: {lengths}\n"
-        f"{'left out ' if preview.has_images else 'truncated'}    {share}\n"
-        f"in the loss  {found['in_the_loss']:.1%} of the tokens\n"
-        f"one epoch    {epoch}"
-    )
+def print_numbers(found: dict[str, Any]) -> None:
+    """Prints which rows `load` has read, and what `summarize` has found, a line for each number."""
+    numbers = {name: found["data"].get(name) for name in ("rows", "skipped_rows", "held_out", "ignored_columns")}
+    numbers |= {name: value for name, value in found.items() if isinstance(value, int | float | None)}
+    for name, value in (numbers | found["lengths"]).items():
+        text = f"{value:.1%}" if isinstance(value, float) else str(value)
+        print_once(f"{name:<20} {'unknown' if value is None else text}")
 
 
 if __name__ == "__main__":

@@ -37,13 +37,9 @@ def main(*words: str) -> None:
     turns = list(start)
     print_once(f"{parsed.run} is loaded on {model.device}. `exit` ends.")
     if is_chat:
-        print_once("Write a line and wait for the answer. An empty line starts a new conversation.")
+        print_once(f"Write a line and wait for the answer. An empty line starts a new conversation. System message: {system}")
     else:
         print_once(f"It was trained on {rows or 'texts'}, so it continues what you write. Write \\n for a line break.")
-    if images:
-        print_once("The first question of each conversation has the images.")
-    if is_chat and system:
-        print_once(f"The system message (--system) is: {system}")
     for line in lines():
         if not line.strip():
             turns = list(start)

@@ -125,10 +125,6 @@ class Preview:
         """Whether a row is a prompt with answers: the collator writes the prompt in front of each, and cuts them."""
         return "prompt_ids" in self.first_rows[0]
 
-    @property
-    def has_images(self) -> bool:
-        return "images" in self.first_rows[0]
-
     def as_seen(self, row: dict) -> list[Document]:
         """The documents of a row to train on, as the model sees them."""
         length = length_of_rows(self.trainer.args) if self.has_pairs else None
@@ -138,14 +134,9 @@ class Preview:
         """How many tokens --max_length cuts off each document. Other strategies of packing than bfd split documents instead."""
         args = self.trainer.args
         length = length_of_rows(args)
-        if is_packed(args) and args.packing_strategy != "bfd":
-            length = None
-        cut = []
-        for ids, _ in self.documents:
-            is_longer = length and len(ids) > length
-            left = 0 if self.has_images else length  # a row with images that is too long is left out
-            cut.append(len(ids) - left if is_longer else 0)
-        return cut
+        if not length or (is_packed(args) and args.packing_strategy != "bfd"):
+            return [0] * len(self.documents)
+        return [max(0, len(ids) - length) for ids, _ in self.documents]
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
         """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""

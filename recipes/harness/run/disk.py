@@ -63,5 +63,5 @@ def estimated_sizes(trainer: Any) -> tuple[int, int]:
             checkpoint += weight.nbytes
             model += weight.numel() * 2
         if weight.requires_grad and "adam" in trainer.args.optim:
-            checkpoint += 2 * (weight.numel() if "8bit" in trainer.args.optim else weight.nbytes)
+            checkpoint += 2 * weight.numel() * (1 if "8bit" in trainer.args.optim else weight.itemsize)
     return checkpoint, model

@@ -47,14 +47,10 @@ def own_metrics(logs: dict) -> dict[str, float]:
 
 def metrics_of(results: dict) -> dict[str, float]:
     """The recipe's own metrics of the last evaluation, without those that say little alone."""
-    metrics = {name: value for name, value in own_metrics(results).items() if name.startswith("eval_")}
-    return {name: value for name, value in without_little(metrics).items() if not name.endswith("_on_start")}
-
-
-def without_little(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not LITTLE_ALONE.fullmatch(name)}
+    names = [name for name in own_metrics(results) if name.startswith("eval_") and not name.endswith("_on_start")]
+    return {name: results[name] for name in names if not LITTLE_ALONE.fullmatch(name)}
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
     """Metrics in words, without those that say little alone."""
-    return ", ".join(f"{name} {value:.5g}" for name, value in without_little(metrics).items())
+    return ", ".join(f"{name} {value:.5g}" for name, value in metrics.items() if not LITTLE_ALONE.fullmatch(name))

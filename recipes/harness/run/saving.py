@@ -2,25 +2,23 @@
 
 import contextlib
 import copy
-import inspect
 import shutil
 from pathlib import Path
 
-from harness.folder import RUN, read_json, remove_link, sync
+from harness.folder import RUN, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_files
 from harness.rehearsal.tiny import has_vision_part
 from harness.run.parameters import adapters_of, config_of, is_of_another_library
 
 import torch
-from huggingface_hub import hf_hub_download, save_torch_state_dict
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import httpx
+from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArguments
+from transformers.utils import cached_file
 
 PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -122,11 +120,8 @@ def copy_processor(name: str, revision: str, folder: Path) -> None:
     `name`: of the original model, a folder or a Hub ID. Files that do not exist, or cannot be downloaded now, are left out.
     """
     for file in PROCESSOR:
-        source = Path(name, file)
-        with contextlib.suppress(OSError, HFValidationError, httpx.HTTPError):  # the model is trained, whatever happens here
-            if not Path(name).is_dir():
-                source = hf_hub_download(name, file, revision=revision)
-            shutil.copyfile(source, folder / file)
+        with contextlib.suppress(OSError):  # the model is trained, whatever happens here
+            shutil.copyfile(cached_file(name, file, revision=revision), folder / file)
 
 
 def move_files(draft: Path, output_dir: Path) -> None:
@@ -148,32 +143,25 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
 
     `dtype`: None for the dtypes that the weights have.
     """
+    weights = {}
     if isinstance(model, PeftModel):
-        trained = {}
         for name, weight in model.named_parameters():
             if weight.requires_grad:
                 unsharded = weight.full_tensor() if isinstance(weight, DTensor) else weight
-                trained[name] = unsharded.detach().cpu()
-        return trained
+                weights[name] = unsharded.detach().cpu()
+        return weights
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {
-        name: weight.to(dtype) if dtype and weight.is_floating_point() else weight
-        for name, weight in state.items()
-        if name not in tied
-    }
+    for name, weight in state.items():
+        if name not in tied:
+            weights[name] = weight.to(dtype) if dtype and weight.is_floating_point() else weight
+    return weights
 
 
 def write_model_card(trainer: Trainer) -> None:
     """Writes the model card of TRL or transformers. The first process writes."""
-    output_dir = Path(trainer.args.output_dir)
-    if not trainer.is_world_process_zero() or config_of(trainer.accelerator.unwrap_model(trainer.model)) is None:
-        return
-    run = read_json(output_dir / RUN)
-    remove_link(output_dir / "README.md")
-    trainer.hub_model_id = trainer.args.hub_model_id or output_dir.name
-    options = {"model_name": output_dir.name}
-    is_of_hub = run["dataset"] and not run["tiny"] and not Path(run["dataset"]).exists()
-    if is_of_hub and "dataset_name" in inspect.signature(trainer.create_model_card).parameters:  # TRL's
-        options["dataset_name"] = run["dataset"]
-    trainer.create_model_card(**options)
+    if trainer.is_world_process_zero() and config_of(trainer.accelerator.unwrap_model(trainer.model)) is not None:
+        output_dir = Path(trainer.args.output_dir)
+        remove_link(output_dir / "README.md")
+        trainer.hub_model_id = trainer.args.hub_model_id or output_dir.name
+        trainer.create_model_card(model_name=output_dir.name)

@@ -31,15 +31,15 @@ def small_disk(tmp_path):
 def test_space_for_two_checkpoints_and_the_model(build_trainer, small_disk, error_of):
     trainer = build_trainer("qwen2_chat")
     trainer.args.output_dir = str(small_disk("3M"))
-    assert "--output_dir" in error_of(check_disk_space, trainer, None)
+    assert "--output_dir" in error_of(check_disk_space, trainer)
     checkpoint, model = estimated_sizes(trainer)
     trainer.args.output_dir = str(small_disk(str(2 * checkpoint + model + 300_000)))
-    check_disk_space(trainer, None)
+    check_disk_space(trainer)
     trainer.args.metric_for_best_model = "loss"  # the best one too
-    assert "--output_dir" in error_of(check_disk_space, trainer, None)
+    assert "--output_dir" in error_of(check_disk_space, trainer)
     trainer.args.metric_for_best_model = None
     trainer.args.output_dir, trainer.args.save_strategy = str(small_disk("2M")), "no"
-    check_disk_space(trainer, None)
+    check_disk_space(trainer)
 
 
 @pytest.fixture

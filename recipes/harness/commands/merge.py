@@ -19,7 +19,6 @@ from harness.commands import arguments
 from harness.commands.saved import read_adapter_settings, read_prompt
 from harness.folder import (
     COMPLETION_MARKER,
-    HELD_OUT,
     PROMPT,
     RESULTS,
     SHARDED,
@@ -71,8 +70,6 @@ def main(*words: str) -> None:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     print_once(f"{source} is merged into {target}.")
-    if (parsed.run / HELD_OUT).is_file():
-        print_once(f"To compare it with what was trained: ./launch.sh --verify {parsed.run} {target}")
 
 
 def find_source(run: Path) -> Path:
@@ -135,9 +132,10 @@ def put_together(checkpoint: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(checkpoint)
-    weights = {name.removeprefix(WRAPPER): weight for name, weight in read_sharded(checkpoint, config.dtype).items()}
-    if config.tie_word_embeddings:
-        weights = {name: weight for name, weight in weights.items() if not name.endswith("lm_head.weight")}
+    weights = {}
+    for name, weight in read_sharded(checkpoint, config.dtype).items():
+        if not (config.tie_word_embeddings and name.endswith("lm_head.weight")):
+            weights[name.removeprefix(WRAPPER)] = weight
     model_class = class_of_model(config)
     with torch.device("meta"):
         model = model_class.from_config(config) if model_class is AutoModelForCausalLM else model_class(config)

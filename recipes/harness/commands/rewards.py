@@ -74,7 +74,5 @@ def print_rewards(scored: list[dict[str, Any]], why_not_compared: str) -> None:
     if why_not_compared:
         print_once(f"\nrewards      not compared: {why_not_compared}")
     for one in scored:
-        parts = ""
-        if len(one["functions"]) > 1:
-            parts = ", ".join(f"{name} {reward}" for name, reward in one["functions"].items())
-        print_once(f"reward {one['reward']:6.4g}   {one['kind']:<26} {' '.join(one['answer'].split())[-60:]}   {parts}")
+        each = one["functions"] if len(one["functions"]) > 1 else ""
+        print_once(f"reward {one['reward']:6.4g}   {one['kind']:<26} {' '.join(one['answer'].split())[-60:]} {each}")

@@ -15,17 +15,15 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTAL
 DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "No space left", "File too large", "I/O error")
 
 
-def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
+def check_disk_space(trainer: Any) -> None:
     """Raises UserError unless the disk has space for two checkpoints, for the best one if it is kept besides, and for the model.
 
-    Otherwise the run is lost when the disk is full. `checkpoint`: the one that the run resumes from; its size is exact.
+    Otherwise the run is lost when the disk is full.
     """
     run = Path(trainer.args.output_dir)
     if not trainer.is_world_process_zero() and not run.is_dir():  # on another node, without checkpoints
         return
     checkpoint_size, model_size = estimated_sizes(trainer)
-    if checkpoint:
-        checkpoint_size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     wanted = 0
     if trainer.args.save_strategy != "no":
         wanted = 3 if trainer.args.metric_for_best_model else 2

@@ -35,14 +35,11 @@ def own_metrics(logs: dict) -> dict[str, float]:
     trainers, and what a recipe logs itself. Of an evaluation, their names begin with `eval_`.
     """
     is_evaluation = any(name.startswith("eval_") for name in logs)
-    return {
-        name: value
-        for name, value in logs.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name.startswith("eval_") == is_evaluation
-        and not KNOWN.fullmatch(name)
-    }
+    found = {}
+    for name, value in logs.items():
+        if type(value) in (int, float) and name.startswith("eval_") == is_evaluation and not KNOWN.fullmatch(name):
+            found[name] = value
+    return found
 
 
 def metrics_of(results: dict) -> dict[str, float]:

@@ -102,8 +102,7 @@ class Progress(TrainerCallback):
             control.should_log = True
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        if state.global_step > self.first_step:  # not before the first step
-            self.running_since = time.monotonic()
+        self.running_since = time.monotonic()
 
     on_save = on_evaluate
 
@@ -114,12 +113,11 @@ class Progress(TrainerCallback):
         scaler = self.trainer.accelerator.scaler
         fields = {"loss_scale": scaler.get_scale()} if scaler else {}
         name = "tokens" if self.tokens else "rows"  # images, or other rows without tokens
-        counted = getattr(self, name)
-        if self.seconds > self.logged_seconds:
-            speed = (counted - self.logged) / (self.seconds - self.logged_seconds)
-            fields[f"{name}_per_second"] = round(speed * self.trainer.args.world_size, 1)
-        self.logged = counted
-        self.logged_seconds = self.seconds
+        counted, seconds = getattr(self, name), self.seconds
+        if seconds > self.logged_seconds:
+            speed = self.trainer.args.world_size * (counted - self.logged) / (seconds - self.logged_seconds)
+            fields[f"{name}_per_second"] = round(speed, 1)
+        self.logged, self.logged_seconds = counted, seconds
         return fields
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:
@@ -143,9 +141,9 @@ def size_of(batch: Any) -> tuple[int, int]:
     """Rows and tokens of a micro-batch, whatever it has; of packed rows, the sequences."""
     if not isinstance(batch, Mapping):  # the rows themselves, of a trainer that makes its batches later
         return len(batch), 0
-    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    rows = next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
     ids = batch.get("input_ids")
-    return len(tensors[0]) if tensors else 0, ids.numel() if isinstance(ids, torch.Tensor) else 0
+    return rows, ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:

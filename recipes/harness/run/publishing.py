@@ -4,7 +4,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.folder import PROMPT
 from harness.hub import hub_errors
 from harness.messages import UserError, last_line, print_once
 
@@ -65,5 +64,5 @@ def publish(folder: Path, repository: Repository) -> None:
         print_once(
             f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: .venv/bin/hf upload "
             f"{repository.name} {shlex.quote(str(folder))} --exclude 'checkpoint-*' --exclude '*.parquet' --exclude samples.txt "
-            f"--exclude {PROMPT}"
+            "--exclude prompt.json"
         )

@@ -103,16 +103,16 @@ def measure_memory(processes: list[dict[str, float]]) -> dict[str, float]:
 def describe_model(trainer: Trainer, parameters: tuple[int, int]) -> dict:
     """How the model was trained and divided. `parameters`: how many are trained, and how many there are."""
     args = trainer.args
-    accelerator = trainer.accelerator
-    model = accelerator.unwrap_model(trainer.model)
-    parallelism = accelerator.parallelism_config
-    replicas = accelerator.num_processes
+    processes = args.world_size
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    parallelism = trainer.accelerator.parallelism_config
+    replicas = processes
     if trainer.is_fsdp_enabled:
         replicas = parallelism.dp_replicate_size if parallelism else 1
     return {
         "fsdp_enabled": trainer.is_fsdp_enabled,
-        "world_size": accelerator.num_processes,
-        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
+        "world_size": processes,
+        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * processes,
         "replicas": replicas,  # of the model, each sharded over world_size / replicas processes
         "attention": attention_of(config_of(model)),
         **quantization_of(model),
@@ -129,14 +129,11 @@ def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: 
     """
     log_history = trainer.state.log_history
     loss = trainer.parts.loss
-    logged = [entry["loss"] for entry in log_history if "loss" in entry]
-    if output and not logged:
-        logged = [output.training_loss]
-    found = {"final_loss": logged[-1] if logged else None, "train_loss": mean_loss(log_history)}
+    logged = [entry["loss"] for entry in log_history if "loss" in entry] or ([output.training_loss] if output else [None])
+    found = {"final_loss": logged[-1], "train_loss": mean_loss(log_history)}
     for entry in log_history:
         if entry["step"] == 0:
-            for name, value in (evaluation_losses(entry) | own_metrics(entry)).items():
-                found[f"{name}_on_start"] = value
+            found |= {f"{name}_on_start": value for name, value in (evaluation_losses(entry) | own_metrics(entry)).items()}
     found |= evaluation_losses(evaluation) | own_metrics(evaluation)
     if "eval_loss" in evaluation and loss.is_cross_entropy:
         found["perplexity"] = math.exp(min(evaluation["eval_loss"], 700))

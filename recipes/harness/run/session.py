@@ -229,5 +229,5 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
         restore_callbacks(trainer, checkpoint)
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
-    check_disk_space(trainer, checkpoint)
+    check_disk_space(trainer)
     prepare_gradient_scaler(trainer)

@@ -35,10 +35,6 @@ def read_gguf(file: Path) -> Any:
     return GGUFReader(file)
 
 
-def is_quantized(reader: Any) -> bool:
-    return any(tensor.tensor_type.name not in FLOATS for tensor in reader.tensors)
-
-
 def value_of(reader: Any, name: str) -> Any:
     """A setting of the tokenizer in a GGUF file, None if it has no such setting."""
     field = reader.fields.get(f"tokenizer.{name}")

@@ -33,7 +33,9 @@ def main(*words: str) -> None:
 
 
 class PreparedRecipe(StartedRecipe):
-    """A recipe that builds its trainer with everything that its run needs, and a model of two layers."""
+    """A recipe that builds its trainer with a model of two layers, and with everything else that its run needs."""
+
+    downloads = True
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
         from harness.compat.transformers import load_tokenizers_as_offline
@@ -46,7 +48,7 @@ class PreparedRecipe(StartedRecipe):
         preparing.check_all_arguments(run, arguments)
         preparing.set_model_options(run, arguments)
         preparing.check_model_and_dataset(run, arguments, with_weights=False)
-        if not run.tiny:
+        if self.downloads and not run.tiny:
             if model_args.model_name_or_path:
                 preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
                 download_model(model_args.model_name_or_path, model_args.model_revision)
@@ -56,7 +58,7 @@ class PreparedRecipe(StartedRecipe):
                 download_streams(run.data.sources)
         load_tokenizers_as_offline()
         run = preparing.replace_model_and_dataset(run, arguments)
-        if model_args.load_in_4bit:
+        if self.downloads and model_args.load_in_4bit:
             quantize_once(model_args)
             use_quantized_weights(model_args, training_args)
         self.run = preparing.prepare_process(run, arguments)

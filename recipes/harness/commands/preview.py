@@ -20,11 +20,12 @@ from typing import Any
 
 from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
+from harness.commands.prepare import PreparedRecipe
 from harness.commands.rewards import print_rewards, score
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
 from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
 from harness.run.documents import Document, documents_of
-from harness.runs import Run, StartedRecipe
+from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
@@ -70,22 +71,17 @@ def main(*words: str) -> None:
         print(f"warning: {problem}", file=sys.stderr)
 
 
-class PreviewedRecipe(StartedRecipe):
+class PreviewedRecipe(PreparedRecipe):
     """A recipe that builds its trainer with a model of two layers, and the first rows of each split."""
+
+    downloads = False
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
         from harness.data.loading import PREVIEWED_ROWS
-        from harness.model.loading import load_small_models
         from harness.run.prompts import SeenRows
-        from harness.start import preparing
 
-        run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS), seen=SeenRows())
-        preparing.check_all_arguments(run, arguments)
-        preparing.set_model_options(run, arguments)
-        preparing.check_model_and_dataset(run, arguments, with_weights=False)
-        run = preparing.replace_model_and_dataset(run, arguments)
-        self.run = preparing.prepare_process(run, arguments)
-        load_small_models()
+        self.run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS), seen=SeenRows())
+        super().prepare(arguments)
 
 
 class Preview:

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.batches import IGNORED
 from harness.commands import arguments
-from harness.commands.gguf import Check, check_vocabulary, compare, is_quantized, load_gguf, load_tokenizer_of, read_gguf
+from harness.commands.gguf import FLOATS, Check, check_vocabulary, compare, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, count_marks, encode_turns
@@ -61,7 +61,7 @@ def main(*words: str) -> int:
             tokenizer = load_tokenizer_of(file, run)
             checks += check_vocabulary(other, file, tokenizer)
             model = load_gguf(other, config)
-            is_rounded = is_quantized(file)
+            is_rounded = any(tensor.tensor_type.name not in FLOATS for tensor in file.tensors)
         elif other:
             model = load_model(other)
             is_rounded = getattr(model.config, "quantization_config", None) is not None

@@ -86,26 +86,25 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
     if original is not None:
         restore_config(model, original)
     if trainer.is_world_process_zero():
-        is_adapter = isinstance(model, PeftModel)
         remove_link(draft)
         shutil.rmtree(draft, ignore_errors=True)
-        if is_adapter:
+        if isinstance(model, PeftModel):
             # The adapter belongs to the model that was quantized, not to the quantized copy on this machine.
             settings = model.peft_config["default"]
             source = read_source(settings.base_model_name_or_path)
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
-        if is_adapter or original is not None:
             model.save_pretrained(draft, state_dict=state)
+        elif original is not None:
+            model.save_pretrained(draft, state_dict=state)
+            model.config.dtype = original.dtype  # in training the weights are float32
+            model.config.save_pretrained(draft)
+            if has_vision_part(original):
+                copy_processor(original.name_or_path, revision_of(trainer.args) or "main", draft)
         elif is_of_another_library(model):
             model.save_pretrained(str(draft))
         else:
             draft.mkdir()
             save_torch_state_dict(state, draft)
-        if not is_adapter and original is not None:
-            model.config.dtype = original.dtype  # in training the weights are float32
-            model.config.save_pretrained(draft)
-            if has_vision_part(original):
-                copy_processor(original.name_or_path, revision_of(trainer.args) or "main", draft)
         if trainer.processing_class:
             trainer.processing_class.save_pretrained(draft)
         if problem := trainer.parts.checkpoints.weights.problem(draft):

@@ -7,15 +7,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.commands import chat, merge, saved
+from harness.commands import chat, saved
 from harness.run.prompts import describe_rows
 
 import pytest
 import torch
 import transformers.integrations.accelerate as device_maps
-from conftest import ROOT, slow
+from conftest import ROOT
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM
 from runs import assert_one_error, read
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -77,22 +76,6 @@ def test_run_on_texts_continues_a_text(rehearse, monkeypatch):
     assert saved.load_saved_tokenizer(run).chat_template
     answer_lines("The sun\\nis\n\n", monkeypatch, run, "--max_new_tokens=3")
     assert prompts == ["The sun\nis"]
-
-
-@slow
-def test_adapter_on_16_bit_weights(rehearse, monkeypatch, tmp_path):
-    """It was trained on prompts, so it continues a text. The merged model has the same prompts."""
-    run = rehearse("llama31_8b_lora", "4gpu_full_shard")
-    prompts = record_prompts(monkeypatch)
-    answer_lines("### Instruction\\nCount to two.\\n\\n### Python\n", monkeypatch, run, "--max_new_tokens=3")
-    assert prompts == ["<|begin_of_text|>### Instruction\nCount to two.\n\n### Python"]
-    merge.main(str(run), str(tmp_path / "merged"))
-    assert read(tmp_path / "merged", "prompt.json") == read(run, "prompt.json")
-    model = saved.load_model(run)
-    assert torch.equal(logits(model), logits(AutoPeftModelForCausalLM.from_pretrained(run)))
-    # Of a full fine-tune, the folder of the run is the model.
-    base = Path(read(run, "adapter_config.json")["base_model_name_or_path"])
-    assert torch.equal(logits(saved.load_model(base)), logits(AutoModelForCausalLM.from_pretrained(base)))
 
 
 def test_system_message_of_the_training_rows():

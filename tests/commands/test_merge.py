@@ -10,7 +10,6 @@ from harness.run.parameters import quantization_of
 
 import pytest
 import torch
-from accelerate.commands.merge import merge_command, merge_command_parser
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from peft import (
@@ -22,7 +21,7 @@ from peft import (
     VeloraConfig,
     get_peft_model,
 )
-from runs import read, tiny_tokenizer
+from runs import read
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -70,37 +69,6 @@ def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, error_of)
     assert "exists already" in error_of(merge.main, str(adapter), str(tmp_path / "plain"))
 
 
-def test_weights_that_are_not_merged_are_not_copied(adapter, tmp_path):
-    """Repositories of Mistral have all weights a second time, in consolidated.safetensors."""
-    folder = tmp_path / "run"
-    shutil.copytree(adapter, folder)
-    save_file({"output.weight": torch.zeros(4)}, folder / "base/consolidated.safetensors")
-    settings = read(folder, "adapter_config.json") | {"base_model_name_or_path": str(folder / "base")}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    merge.main(str(folder), str(tmp_path / "plain"))
-    names = {path.name for path in (tmp_path / "plain").glob("*.safetensors")}
-    assert names == set(read(tmp_path / "plain", "model.safetensors.index.json")["weight_map"].values())
-    assert len(names) > 2 and not list((tmp_path / "plain").glob("consolidated*"))
-
-
-def test_named_templates_of_a_merged_model(tmp_path):
-    """They are those of the run's tokenizer; of the base model only if the run has none."""
-    tokenizer = tiny_tokenizer("meta-llama/Llama-3.1-8B")
-    for folder in ("base", "run", "plain"):
-        tokenizer.chat_template = {"default": folder, "tool_use": f"tools of {folder}"} if folder != "plain" else folder
-        tokenizer.save_pretrained(tmp_path / folder)
-    (tmp_path / "none").mkdir()
-    for run, expected in (
-        ("run", {"default": "run", "tool_use": "tools of run"}),
-        ("none", {"default": "base", "tool_use": "tools of base"}),
-        ("plain", "plain"),
-    ):
-        merged = tmp_path / f"merged {run}"
-        merged.mkdir()
-        merge.copy_other_files(tmp_path / "base", tmp_path / run, merged)
-        assert AutoTokenizer.from_pretrained(merged).chat_template == expected
-
-
 def test_processor_of_a_merged_model_is_that_of_the_run(tmp_path):
     """With the limit of its images. The base model can have it in files of an older version."""
     for folder in ("base", "run", "merged"):
@@ -115,29 +83,8 @@ def test_processor_of_a_merged_model_is_that_of_the_run(tmp_path):
     assert found == {"processor_config.json": "run", "config.json": "base"}
 
 
-def test_folders_of_a_merged_model_can_be_read(tmp_path, monkeypatch):
-    def write(source, target, uses_original):
-        (target / "additional_chat_templates").mkdir()
-        (target / "additional_chat_templates/tool_use.jinja").touch(0o600)
-        return None
-
-    monkeypatch.setattr(merge, "find_source", lambda run: run)
-    monkeypatch.setattr(merge, "merge", write)
-    merge.main(str(tmp_path), str(tmp_path / "merged"))
-    templates = tmp_path / "merged/additional_chat_templates"
-    assert templates.stat().st_mode & 0o555 == (tmp_path / "merged").stat().st_mode & 0o555
-    assert (templates / "tool_use.jinja").stat().st_mode & 0o044
-
-
 def test_complete_model_has_nothing_to_merge(rehearse, error_of):
     assert "nothing to merge" in error_of(merge.main, str(rehearse("qwen2_fineweb_edu", "4gpu_full_shard")))
-
-
-def test_damaged_adapter(adapter, tmp_path, error_of):
-    broken = tmp_path / "broken"
-    shutil.copytree(adapter, broken)
-    (broken / "adapter_model.safetensors").write_bytes(b"7" * 100)
-    assert f"adapter {broken}: " in error_of(merge.main, str(broken), str(tmp_path / "plain"))
 
 
 def test_interrupted_merge_writes_nothing(adapter, tmp_path):
@@ -183,16 +130,6 @@ def test_sharded_checkpoint_gets_the_names_of_the_saved_model(rehearse, tmp_path
     for file in (tmp_path / "plain").glob("*.safetensors"):
         ours |= load_file(file)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_accelerate_merges_a_sharded_checkpoint(rehearse, tmp_path):
-    """`accelerate merge-weights` gives the same weights."""
-    run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    arguments = [str(run / "checkpoint-6/pytorch_model_fsdp_0"), str(tmp_path)]
-    merge_command(merge_command_parser().parse_args(arguments))
-    merged, saved = load_file(tmp_path / "model.safetensors"), load_file(run / "model.safetensors")
-    assert saved.keys() <= merged.keys()
-    assert all(torch.equal(merged[name].bfloat16(), weight) for name, weight in saved.items())
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 from harness.commands import arguments, preview
@@ -75,15 +74,6 @@ def test_tokens_in_the_loss_are_in_brackets(preview_tiny):
     assert "◆<|im_start|>assistant\n⟦" in out and "◆<|im_end|>⟧" in out
 
 
-@pytest.mark.parametrize("options", [["--preview", "--tiny"], ["--tiny", "--preview"]], ids=" ".join)
-def test_launcher_passes_tiny_on(launch, tmp_path, options):
-    program = tmp_path / "python"  # prints how a module is called
-    program.write_text(f'#!/bin/sh\n[ "$1" != -m ] || {{ echo "$@"; exit; }}\nexec {sys.executable} "$@"\n')
-    program.chmod(0o755)
-    _, called = launch(*options, "qwen2_chat", "--json", PYTHON=str(program)).stdout.splitlines()
-    assert called == f"-m harness.commands.preview --tiny {ROOT}/recipes/qwen2_chat.py --json"
-
-
 def test_json(preview_tiny):
     process = preview_tiny("qwen2_chat", "--json")
     assert process.returncode == 0, process.stderr
@@ -110,14 +100,6 @@ def test_epoch_without_dropped_rows(preview_tiny, tmp_path):
     dropped = int(re.search(r"warning: (\d+) of the 54 training rows are not used", process.stdout + process.stderr)[1])
     assert 20 < dropped < 34
     assert json.loads(process.stdout)["sequences_per_epoch"] == pytest.approx(54 - dropped)
-
-
-def test_json_is_alone_on_stdout(preview_tiny):
-    """Messages are on stderr: this dataset has no split for evaluation, and the run has a warning."""
-    process = preview_tiny("qwen2_fineweb_edu", "--json", "--max_length", "64", "--packing", "false")
-    numbers = json.loads(process.stdout)
-    assert 0 < numbers["truncated_tokens"] < 1 and numbers["truncated_documents"] > 0
-    assert "held out for evaluation" in process.stderr
 
 
 def test_pairs_of_answers(preview_tiny, tmp_path):
@@ -206,18 +188,6 @@ def test_warning_about_a_missing_end_token(tokenizer):
     labels = [torch.tensor([ids, [IGNORED] * 3]), torch.tensor([[5, 6, IGNORED]])]
     assert not preview.find_problems(shown, labels)
     assert "no EOS token" in preview.find_problems(shown, labels[1:])[0]
-
-
-@pytest.mark.parametrize("template", ["", "recipes/headings.jinja"])
-def test_template_without_an_end_token(preview_tiny, tmp_path, template):
-    """An end of a turn that the model does not generate an EOS token for."""
-    (tmp_path / "plain.jinja").write_text(
-        "{% for m in messages %}### {{ m['role'] }}\n{% generation %}{{ m['content'] }}{% endgeneration %}\n\n{% endfor %}"
-    )
-    process = preview_tiny(
-        "qwen2_chat", "--chat_template_path", str(ROOT / template) if template else str(tmp_path / "plain.jinja")
-    )
-    assert process.returncode == 0 and ("no EOS token" in process.stderr) == (not template)
 
 
 def test_paint(tokenizer):

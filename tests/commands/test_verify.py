@@ -117,19 +117,6 @@ def test_adapter_and_its_merge(copied, table):
     assert code == 1 and what in failed(rows) and rows["run", what] == "not checked"
 
 
-def test_json(rehearse, capsys):
-    assert verify.main(str(rehearse(*CHAT)), "--json") == 0
-    checks = json.loads(capsys.readouterr().out)
-    assert {"model", "what", "expected", "found", "tolerance", "result"} == checks[0].keys()
-
-
-@pytest.mark.parametrize("words", [["nowhere"], ["RUN", "nowhere"], ["RUN", "a", "b"], ["UNFINISHED"]])
-def test_mistake_is_one_error(rehearse, tmp_path, error_of, words):
-    (tmp_path / "config.json").write_text("{}")
-    folders = {"RUN": str(rehearse(*CHAT)), "UNFINISHED": str(tmp_path)}
-    assert error_of(verify.main, *(folders.get(word, word) for word in words))
-
-
 def test_answers_that_do_not_count_are_no_prompts(rehearse):
     """In a row of --split_conversations a template can write earlier answers in another form, without their reasoning."""
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]

@@ -217,12 +217,6 @@ def test_preview_of_several_functions(score_of):
     assert json.loads(json.dumps(found, allow_nan=False))
 
 
-def test_best_model_is_that_with_the_highest_reward(build_trainer, sentences):
-    """The loss of each evaluation is 0."""
-    args = build_trainer(RECIPE, "--dataset_name", str(sentences), "--load_best_model_at_end", "true").args
-    assert args.metric_for_best_model == "reward" and args.greater_is_better
-
-
 def test_metrics_of_an_evaluation():
     """Means over rows, without batches that have no reward."""
     metrics = {"reward": [1.0, math.nan, 0.0], "rewards/min_words/mean": [1.0, 0.0, 0.0], "reward_std": [math.nan] * 3}

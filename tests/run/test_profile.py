@@ -31,16 +31,6 @@ def test_profile_of_sharded_run(rehearse, tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 5000
 
 
-def test_profile_of_a_run_of_one_step(build_trainer):
-    """There is no step to warm up the profiler before the recorded one. The training ends as it would without it."""
-    from harness.run.profile import Profile
-
-    trainer = build_trainer(RECIPE, "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no")
-    trainer.add_callback(Profile())
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

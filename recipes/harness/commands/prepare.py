@@ -56,7 +56,8 @@ class PreparedRecipe(StartedRecipe):
                 download_model(teacher, training_args.teacher_model_revision or "main")
             if run.data.streaming:  # the recipe itself downloads other datasets
                 download_streams(run.data.sources)
-        load_tokenizers_as_offline()
+        if self.downloads:
+            load_tokenizers_as_offline()
         run = preparing.replace_model_and_dataset(run, arguments)
         if self.downloads and model_args.load_in_4bit:
             quantize_once(model_args)

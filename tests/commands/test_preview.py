@@ -8,7 +8,6 @@ from harness.commands import arguments, preview
 from harness.commands.preview import IGNORED, paint
 
 import pytest
-import torch
 from conftest import RECIPES, ROOT
 from runs import read, tiny_tokenizer, write_rows
 
@@ -184,10 +183,8 @@ def test_warning_about_a_missing_end_token(tokenizer):
     """It is judged by what the collator makes of the rows: some mask the padding token, which can be the EOS token too."""
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
     shown = SimpleNamespace(trainer=SimpleNamespace(model=model), tokenizer=tokenizer)
-    ids = [5, 6, tokenizer.eos_token_id]
-    labels = [torch.tensor([ids, [IGNORED] * 3]), torch.tensor([[5, 6, IGNORED]])]
-    assert not preview.find_problems(shown, labels)
-    assert "no EOS token" in preview.find_problems(shown, labels[1:])[0]
+    assert not preview.find_problems(shown, {5, 6, tokenizer.eos_token_id})
+    assert "no EOS token" in preview.find_problems(shown, {5, 6})[0]
 
 
 def test_paint(tokenizer):

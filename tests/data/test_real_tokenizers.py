@@ -109,11 +109,12 @@ def test_answers_and_their_end_tokens_count(tokenizer_of, train_rows, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preview_shows_the_texts(tokenizer_of, train_rows, family):
+def test_preview_shows_the_texts(tokenizer_of, train_rows, family, monkeypatch):
+    monkeypatch.setattr(preview, "SHOWN_TOKENS", 10_000)
     tokenizer, (_, header, end) = tokenizer_of(family), FAMILIES[family]
     turns = CONVERSATION[:3]
     _, (row,) = train_rows(tokenizer, [{"messages": turns}], assistant_only_loss=True, max_length=None)
-    shown = preview.paint(tokenizer, row["input_ids"], row["labels"], is_complete=True)
+    shown = preview.paint(tokenizer, row["input_ids"], row["labels"])
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     start = text.rindex(header) + len(header)
     stop = text.rindex(end) + len(end)

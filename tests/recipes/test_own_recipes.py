@@ -123,7 +123,7 @@ def test_second_model_of_processes_that_read_no_weights(fork_launch, workdir):
 
 @slow
 def test_preview_says_what_it_cannot_show(fork_launch, workdir, rows):
-    for recipe, reason in (("module", "Network is not"), ("translate", "T5ForConditionalGeneration is not"), ("reward", "")):
+    for recipe, reason in (("module", "Network does not"), ("translate", "T5ForConditionalGeneration does not"), ("reward", "")):
         data = [] if recipe == "module" else ["--dataset_name", rows]
         process = fork_launch("--preview", "--tiny", OWN / f"{recipe}.py", *data, cwd=workdir)
         assert process.returncode == 0, process.stdout + process.stderr

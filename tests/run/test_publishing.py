@@ -95,7 +95,7 @@ def test_run_is_uploaded(hub, use_hub, capsys, rehearse, fork_launch, workdir, t
     hub.failure = lambda method, path: None
     use_hub(TOKEN)
     publish(run, Repository("my-lab/mine", is_private=True))
-    assert f"Uploaded to {hub.url}/my-lab/mine (private)" in capsys.readouterr().out
+    assert f"Uploaded to {hub.url}/my-lab/mine" in capsys.readouterr().out
     names = {file.relative_to(uploaded).as_posix() for file in uploaded.rglob("*")}
     assert {
         "adapter_model.safetensors",

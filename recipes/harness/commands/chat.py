@@ -20,6 +20,8 @@ def main(*words: str) -> None:
     parsed = arguments.chat().read(words)
     from harness.run.parameters import base_of, can_generate
 
+    from transformers import BatchFeature
+
     images = [{"bytes": None, "path": str(path.absolute())} for path in parsed.image or []]
     processor = load_saved_processor(parsed.run) if images else None
     tokenizer = load_saved_tokenizer(parsed.run)
@@ -48,21 +50,14 @@ def main(*words: str) -> None:
                 line = line.replace(IMAGE, "image")
             turns.append({"role": "user", "content": line if len(turns) > len(start) else IMAGE * len(images) + line})
             if images:
-                inputs = encode_with_images(processor, turns, images, options)
+                ids = encode_turns(processor, turns, images, add_generation_prompt=True, **options)["input_ids"]
+                inputs = BatchFeature(ImageCollator(processor).for_prompts([ids], [images]))
             else:
                 inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", **options)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, parsed.max_new_tokens)})
         else:
             inputs = tokenizer(line.replace("\\n", "\n"), return_tensors="pt")
             generate(model, tokenizer, inputs, parsed.max_new_tokens)
-
-
-def encode_with_images(processor: Any, turns: list[dict], images: list[dict], options: dict[str, Any]) -> Any:
-    """What `generate` needs of a conversation whose first question has images."""
-    from transformers import BatchFeature
-
-    ids = encode_turns(processor, turns, images, add_generation_prompt=True, **options)["input_ids"]
-    return BatchFeature(ImageCollator(processor).for_prompts([ids], [images]))
 
 
 def lines() -> Iterator[str]:

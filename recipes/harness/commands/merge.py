@@ -191,7 +191,11 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
                     weight = weights.get_tensor(name)
                     known = name_in_model(name)
                     trained = how.as_trained(weight) if known in quantized else weight
-                    merged[name] = change(trained, changes.pop(known, None)).to(weight.dtype).contiguous()
+                    changed = changes.pop(known, trained)
+                    if isinstance(changed, tuple):
+                        b, a, scaling = changed
+                        changed = trained.float() + scaling * (b.float() @ a.float())
+                    merged[name] = changed.to(weight.dtype).contiguous()
             save_file(merged, target / file.name, {"format": "pt"})
         if changes:
             raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
@@ -268,7 +272,7 @@ def merge_in_memory(
 
 
 def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Any]:
-    """For each weight of the base model that an adapter changes: the function `change` takes the values."""
+    """For each weight of the base model that an adapter changes: (B, A, scaling), or the weight that was trained instead."""
     changes = {}
     for name, tensor in adapter.items():
         weight_name = name.removeprefix("base_model.model.")
@@ -279,14 +283,6 @@ def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Any]:
         elif not name.endswith(".lora_B.weight"):  # modules_to_save: trained as a whole
             changes[weight_name] = tensor
     return changes
-
-
-def change(weight: Any, by: Any) -> Any:
-    """A weight changed `by` an adapter: plus scaling * B @ A in float32; or what was trained instead; None: not changed."""
-    if isinstance(by, tuple):
-        b, a, scaling = by
-        return weight.float() + scaling * (b.float() @ a.float())
-    return weight if by is None else by
 
 
 if __name__ == "__main__":

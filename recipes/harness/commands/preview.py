@@ -183,13 +183,17 @@ def summarize(preview: Preview) -> dict[str, Any]:
     cut = preview.cut_tokens()
     sequences, tokens = preview.epoch()
     is_known = preview.whole is not None or preview.has_pairs
-    labels = []
     tokens_of_batches = 0
     tokens_in_loss = 0
+    in_loss: set[int] = set()
     for batch in itertools.islice(preview.trainer.get_train_dataloader(), BATCHES):
-        labels.append(labels_of(batch))
-        tokens_of_batches += count_tokens(batch)
-        tokens_in_loss += int((labels[-1] != IGNORED).sum())
+        labels = batch.get("labels")
+        if labels is None:  # of pairs
+            labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
+        tokens_in_loss += int((labels != IGNORED).sum())
+        in_loss.update(labels.unique().tolist())
+        # Only a batch with padding has a mask.
+        tokens_of_batches += int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
     return {
         "documents": len(lengths),
         "lengths": {
@@ -203,28 +207,16 @@ def summarize(preview: Preview) -> dict[str, Any]:
         "in_the_loss": tokens_in_loss / tokens_of_batches,
         "sequences_per_epoch": sequences and math.ceil(sequences),
         "tokens_per_epoch": tokens and round(tokens),
-        "warnings": find_problems(preview, labels),
+        "warnings": find_problems(preview, in_loss),
     }
 
 
-def labels_of(batch: dict[str, Any]) -> Any:
-    """The labels of a micro-batch, IGNORED where a token does not count in the loss. A batch of pairs has a mask instead."""
-    if "labels" in batch:
-        return batch["labels"]
-    return batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
-
-
-def count_tokens(batch: dict[str, Any]) -> int:
-    """The tokens of a micro-batch without its padding, which only a batch with an attention mask has."""
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
-
-
-def find_problems(preview: Preview, labels: list[Any]) -> list[str]:
-    """What would train without an error, and teach the model not to stop. `labels`: of each micro-batch."""
+def find_problems(preview: Preview, in_loss: set[int]) -> list[str]:
+    """What would train without an error, and teach the model not to stop. `in_loss`: the tokens that count in the loss."""
     from harness.run.samples import end_tokens
 
     ends = end_tokens(preview.trainer.model, preview.tokenizer)
-    if any(ends & set(part.unique().tolist()) for part in labels):
+    if ends & in_loss:
         return []
     names = ", ".join(preview.tokenizer.convert_ids_to_tokens(sorted(ends)))
     return [

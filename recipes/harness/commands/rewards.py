@@ -28,13 +28,11 @@ def score(trainer: Any, recipe: Path) -> dict[str, Any]:
     rows = searched[:ROWS]
     column = next((name for name in COLUMNS if name in rows[0]), "prompt")
     texts = [str(row[column]) for row in searched]
-    not_compared = ""
-    if column == "prompt":
-        not_compared = f"the rows have no column {' or '.join(COLUMNS)}"
-    elif len(set(texts)) == 1:
-        not_compared = f"the first {len(texts)} rows have the same {column}"
     if any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs):
         return {"rewards": [], "rewards_not_compared": "a preview loads no weights of the model that gives rewards"}
+    not_compared = f"the first {len(texts)} rows have the same {column}" if len(set(texts)) == 1 else ""
+    if column == "prompt":
+        not_compared = f"the rows have no column {' or '.join(COLUMNS)}"
     others = []
     for place, text in enumerate(texts[:ROWS]):
         others.append(next((other for other in texts[place + 1 :] + texts[:place] if other != text), ""))

@@ -91,19 +91,18 @@ def read_held_out(folder: Path) -> HeldOut:
         )
     with hub_errors("file", str(folder / HELD_OUT)):
         table = pyarrow.parquet.read_table(folder / HELD_OUT)
+
+    def drop_none(message: dict) -> dict:  # a table has filled keys with it
+        return {key: item for key, item in message.items() if item is not None}
+
     for row in table.to_pylist():
         if row["conversation"] is None:
             found = [(*document, row.get("images")) for document in documents_of(row)]
             held_out.documents.setdefault(row["dataset"], []).extend(found)
         else:
             tokens = {"input_ids": row["input_ids"], "images": row.get("images")}
-            held_out.conversations.append(json.loads(row["conversation"], object_hook=without_none) | tokens)
+            held_out.conversations.append(json.loads(row["conversation"], object_hook=drop_none) | tokens)
     return held_out
-
-
-def without_none(value: dict) -> dict:
-    """A message without the keys that a table has filled with None."""
-    return {key: item for key, item in value.items() if item is not None}
 
 
 def measure(model: Any, held_out: HeldOut, name: Path) -> dict[str, float]:

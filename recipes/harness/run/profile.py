@@ -15,9 +15,8 @@ class Profile(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.folder = Path(args.output_dir, "profile")
         self.rank = args.process_index
-        others = max(0, state.max_steps - state.global_step - 2)  # besides the recorded one and one before it
-        wait = min(others // 2, 20)  # the first steps are slower than the others
-        when = schedule(wait=wait, warmup=1, active=1, repeat=1)
+        steps = state.max_steps - state.global_step
+        when = schedule(wait=min(steps // 3, 20), warmup=1, active=1, repeat=1)  # the first steps are slower than the others
         self.profiler = torch.profiler.profile(schedule=when, on_trace_ready=self.write)
         self.profiler.start()
 

@@ -59,7 +59,7 @@ def publish(folder: Path, repository: Repository) -> None:
     try:
         name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
         commit = api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=list(FILES), ignore_patterns="*/*")
-        print_once(f"Uploaded to {commit.repo_url.url}{' (private)' if repository.is_private else ''}")
+        print_once(f"Uploaded to {commit.repo_url.url}")
     except Exception as error:  # the run is finished, whatever happens here
         print_once(
             f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: .venv/bin/hf upload "

@@ -163,6 +163,6 @@ def test_70b_in_4_bits_fits_two_24_gb_gpus(monkeypatch):
     assert 39e9 < sum(used.values()) < 41e9
 
 
-@pytest.mark.parametrize("words", [[], ["nowhere"], ["nowhere", "--max_new_tokens", "many"], ["nowhere", "--temperature", "1"]])
+@pytest.mark.parametrize("words", [[], ["nowhere"], [".", "--max_new_tokens", "many"], [".", "--temperature", "1"]])
 def test_mistake_is_one_error(launch, words):
     assert_one_error(launch("--chat", *words), *words[1:2])

@@ -262,10 +262,14 @@ def test_last_number(text, number):
     assert qwen3_grpo.last_number(text) == number
 
 
-def test_questions_without_a_number_are_left_out(build_trainer, tmp_path):
+def test_questions_without_a_number_are_left_out(build_trainer, tmp_path, capsys):
     rows = [{"question": f"{number} + 1?", "answer": str(number + 1) if number else "one"} for number in range(20)]
     trainer = build_trainer("qwen3_grpo", "--dataset_name", str(write_rows(tmp_path / "sums.jsonl", rows)))
     assert {*trainer.train_dataset["answer"], *trainer.eval_dataset["answer"]} == {row["answer"] for row in rows[1:]}
+    rows = write_rows(tmp_path / "words.jsonl", [row | {"answer": "a word"} for row in rows])
+    with pytest.raises(SystemExit):
+        build_trainer("qwen3_grpo", "--dataset_name", str(rows))
+    assert "without a number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,10 @@ def test_error_in_processes_that_others_wait_for(fork_launch, tmp_path, failing)
     data.write_text("\n".join(map(json.dumps, LABELED)))
     trainer = lines + SFT
     recipe.write_text(RECIPE.format(parse="SFTConfig", trainer=trainer, formats="text", data=data, model="Qwen/Qwen2-0.5B"))
-    flags = ["--output_dir", run, "--max_steps", "1", "--eval_strategy", "no", "--ddp_timeout", "60"]
+    flags = ["--output_dir", run, "--max_steps", "2", "--eval_strategy", "no", "--ddp_timeout", "60"]
     flags += ["--global_batch_size", "4"]
     process = fork_launch("--tiny", recipe, "4gpu_full_shard", *flags, cwd=tmp_path, NPROC_PER_NODE="2")
-    assert (run / "model.safetensors").is_file()
+    assert (run / "model.safetensors").is_file(), process.stderr
     if failing == "01":
         assert process.returncode == 0, process.stderr
         for what in ("the last evaluation", "samples.txt"):

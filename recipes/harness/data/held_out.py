@@ -57,6 +57,7 @@ def at_most_a_tenth(rows: int, count: int, name: str) -> int:
 def too_few_rows(name: str, rows: int, distinct: int) -> str:
     found = f"{plural(rows, 'row')} that can be used" + (", all of them equal" if rows > distinct else "")
     return (
-        f"--dataset_name: {name} has {found}, so no row of it is left to train on: a run needs two different rows, one to "
-        "train on and one to evaluate on, or rows for evaluation in a split or file named test"
+        f"--dataset_name: {name} has {found}, so no row of it is left to train on: the others have no text or answer, or `keep` "
+        "of the recipe leaves them out (in qwen3_grpo, answers without a number). A run needs two different rows, one to train "
+        "on and one to evaluate on, or rows for evaluation in a split or file named test"
     )

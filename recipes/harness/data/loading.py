@@ -496,8 +496,8 @@ def training_rows(
         rows = rows.filter(_is_not_held_out, fn_kwargs={"held_out": held_out}) if held_out else rows
     if not list(rows.take(1)):
         raise UserError(
-            f"--dataset_name: no row of {one.name} is left to train on: all are without a text or answer, or equal to a row that "
-            "is held out for evaluation"
+            f"--dataset_name: no row of {one.name} is left to train on: all are without a text or answer, left out by `keep` of "
+            "the recipe, or equal to a row that is held out for evaluation"
         )
     if one.conversion.format:
         rows = finish(rows, one, shape)

@@ -99,6 +99,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("machines")
         elif REHEARSING & set(item.fixturenames):
             item.add_marker("rehearsal")
+        if OTHER_PACKAGES.keys() & set(item.fixturenames):
+            item.add_marker(slow)
         if item.get_closest_marker("unit") or not NOT_QUICK & set(item.fixturenames):
             item.add_marker("quick")
         if item.get_closest_marker("unit") and (needs_machines or REHEARSING & set(item.fixturenames)):

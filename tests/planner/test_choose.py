@@ -9,7 +9,7 @@ from harness import configs
 from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError
 from harness.runs import GpuFeatures, Run
-from planner import cache, cards, choose, chosen, hardware, links, machines, memory, roofline, summary
+from planner import cache, cards, choose, chosen, hardware, links, machines, memory, roofline
 from planner.grid import Grid, Option, given_flags, make_grid
 from planner.hardware import Gpu
 from planner.ledger import Counts, Peak
@@ -326,21 +326,6 @@ def test_signal_comes_early_enough(step, seconds):
     """After it, a run finishes up to two steps, of twice their forecast, and writes a checkpoint; launch.sh asks for 300 s."""
     assert f"#SBATCH --signal=USR1@{chosen.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
     assert chosen.signal_seconds(step) == seconds
-
-
-def test_choice_says_when_the_signal_must_come(capsys):
-    from planner import pages
-
-    machine = Machine("1x3090", 1, CARD)
-    for flops, printed in ((1e12, False), (5e15, True)):
-        found = found_with(step=Counts({"torch.bfloat16": flops}, {}, 0))
-        plan = (
-            summary.make_plan(found)
-            | chosen.on_machine(machine, found)
-            | {"command": "./launch.sh any", "choices": [], "compiling": ""}
-        )
-        pages.print_choice(plan)
-        assert ("On SLURM, pass `sbatch --signal USR1@" in capsys.readouterr().out) is printed
 
 
 @pytest.mark.parametrize(

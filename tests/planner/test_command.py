@@ -36,10 +36,8 @@ def test_trainer_that_cannot_be_simulated(monkeypatch, error_of):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["RECIPE"]),
         (["qwen2_chatt"], ["qwen2_chat?"]),
         (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["--max_length"]),
-        (["qwen2_chat", "1x3090", "--card"], ["--card"]),
         (["qwen2_chat", "1x3090", "--card=A4000=48,155,inf"], ["--card"]),
     ],
 )
@@ -51,9 +49,7 @@ def test_mistake_is_one_error(launch, arguments, words):
     ("words", "flag"),
     [
         (["--plan", "qwen2_chat", "--help"], "--card"),
-        (["--preview", "qwen2_chat", "-h"], "--full [N]"),
         (["--chat", "--help"], "--max_new_tokens"),
-        (["--report", "--help"], "RUN"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -98,33 +94,20 @@ def own_files(tmp_path):
 
 
 @slow
-def test_hours_of_epochs(launch, environment, own_files, tmp_path):
+def test_plan_of_a_config(launch, own_files, tmp_path):
     """The number of steps follows from the recipe's rows."""
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     texts = [f"### Instruction\n{row['instruction']}\n\n### Python\n{row['output']}" for row in rows]
     tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
     steps = 2 * 0.9 * tokens / (16 * 2048)  # a tenth is held out
-    process = launch(
-        "--plan",
-        "llama31_8b_lora",
-        "1x3090",
-        *own_files,
-        "--card",
-        "A4000=48,155,768",
-        "--picture",
-        cwd=tmp_path,
-    )
+    flags = [*own_files, "--card", "A4000=48,155,768", "--picture"]
+    process = launch("--plan", "llama31_8b_lora", "1x3090", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     planned = int(re.search(r"^the run +about ([\d,]+) steps, estimated", process.stdout, re.MULTILINE)[1])
     assert steps > 2 and abs(planned - steps) <= 1.5, (planned, steps)
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
-    card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "RTX 3090")
-    number, unit = card["time"].split()
-    size = {"s": 3600, "min": 60, "h": 1}[unit]
-    assert float(number) / size == pytest.approx(planned * float(card["s per step"]) / 3600, rel=0.06)  # two digits
-    assert [row[0] for row in table[2:]] == ["A4000", "RTX 3090"]
-    assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
+    rows = re.findall(r"^\| (A4000|RTX 3090) +\| (yes|no)", process.stdout, re.MULTILINE)
+    assert [name for name, _ in rows] == ["A4000", "RTX 3090"] and rows[0][1] == "yes"
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr
 
 

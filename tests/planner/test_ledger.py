@@ -1,9 +1,8 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
-from harness.compat.trl import compute_loss_without_triton
 from harness.model.varlen import mask_of_window
 from planner.attention_flops import pairs_in_documents
-from planner.fakes import Linear4bit, flash_workspace, use_triton_loss
+from planner.fakes import Linear4bit, flash_workspace
 from planner.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step, hull_of
 
 import bitsandbytes
@@ -12,8 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from transformers import BitsAndBytesConfig
-from trl.kernels import chunked_divergence, chunked_logprob
-from trl.trainer import distillation_trainer, utils
 
 MEGA = 2**20
 
@@ -50,13 +47,6 @@ def test_resized_storage_is_counted_with_its_new_size():
         torch.zeros(MEGA // 2)
         gathered.untyped_storage().resize_(8 * MEGA)
     assert ledger.peaks()["forward"].bytes == 8 * MEGA
-
-
-def test_memory_of_the_host_was_never_on_the_gpu():
-    ledger = Ledger()
-    weight = torch.zeros(MEGA)
-    ledger.mark(weight, "weights", "host")
-    assert not ledger.peaks() and ledger.peaks("host")["load"].bytes == 4 * MEGA
 
 
 def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
@@ -161,13 +151,6 @@ def test_memory_of_attention_on_fake_tensors():
     assert ledger.peaks()["backward"].bytes - before == query.nbytes + 2 * key.nbytes + zeros + own
 
 
-def test_labels_end_with_their_block():
-    ledger = Ledger()
-    with pytest.raises(ValueError), ledger.within(moment="save", place="host"):
-        raise ValueError
-    assert (ledger.moment, ledger.place) == ("load", "gpu")
-
-
 def test_largest_memory_with_larger_micro_batches():
     """Before the layer that is gathered, more activations are held: with a larger micro-batch they are the peak."""
     ledger = Ledger()
@@ -221,33 +204,3 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two(limit, expected):
         for tensor in (small, large):
             ledger.pin(tensor)
     assert ledger.peaks("host")["forward"].bytes == expected
-
-
-@pytest.mark.parametrize("has_triton", [True, False])
-def test_loss_with_and_without_triton(monkeypatch, has_triton):
-    """The Triton kernel works in one tile of logits. PyTorch's code, which GPUs without Triton run, makes float32 copies."""
-    for name in ("_use_triton", "_TRITON_AVAILABLE", "_forward_kernel", "_backward_kernel", "_addmm_fp32"):
-        monkeypatch.setattr(chunked_logprob, name, getattr(chunked_logprob, name))
-    monkeypatch.setattr(chunked_logprob, "triton", None, raising=False)
-    monkeypatch.setattr(utils, "_use_triton", utils._use_triton)
-    monkeypatch.setattr(distillation_trainer, "_use_triton", distillation_trainer._use_triton)
-    for name in ("_use_triton", "_stats_kernel", "_jsd_kernel", "_backward_kernel", "_addmm_fp32", "_project"):
-        monkeypatch.setattr(chunked_divergence, name, getattr(chunked_divergence, name))
-    monkeypatch.setattr(chunked_divergence, "triton", None, raising=False)
-    of_divergence = type("Function", (chunked_divergence.ChunkedDivergenceFunction,), {})
-    monkeypatch.setattr(chunked_divergence, "ChunkedDivergenceFunction", of_divergence)
-    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", utils._CHUNKED_LOGPROB_CHUNK_SIZE)
-    function = type("Function", (chunked_logprob.ChunkedLogProbFunction,), {})
-    monkeypatch.setattr(chunked_logprob, "ChunkedLogProbFunction", function)
-    ledger = Ledger()
-    use_triton_loss(ledger)
-    if not has_triton:
-        compute_loss_without_triton()
-    hidden, weight = torch.zeros(64, 16, requires_grad=True), torch.zeros(8192, 16)
-    with ledger, ledger.within(moment="forward"):
-        logprobs, *_ = function.apply(hidden, weight, None, torch.zeros(64, dtype=torch.long), 1.0, 4096, None, 1.0, ())
-    with ledger, ledger.within(moment="backward"):
-        logprobs.sum().backward()
-    tile = 64 * 4096 * 4
-    for moment, peak in ledger.peaks().items():
-        assert peak.by_holder["loss"] // tile == 1 if has_triton else peak.by_holder["loss"] >= 3 * tile, moment

@@ -1,7 +1,8 @@
-"""The benchmarks of streams run in their smallest form."""
+"""The benchmarks of streams, and of other programs, run in their smallest form; README has the table of the committed result."""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -20,6 +21,15 @@ WAITING = """
 if __name__ == "__main__":
     import waiting
     waiting.main([1_000_000], documents=200, step_count=4)
+"""
+SIDE_BY_SIDE = """
+if __name__ == "__main__":
+    import pathlib, side_by_side
+    side_by_side.CPU_SIZES = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=2048
+    )
+    side_by_side.DOCUMENTS = 400
+    side_by_side.main(2, pathlib.Path())
 """
 
 
@@ -50,3 +60,23 @@ def test_waiting(run_program):
     *_, head, _, row, facts = run_program(WAITING)
     assert head.startswith("| tokens/s of the GPU") and row.startswith("| 1,000,000 | ") and row.count("%, at most") == 2
     assert "cores of" in facts
+
+
+@slow
+def test_all_programs_train_in_turns(run_program, tmp_path):
+    run_program(SIDE_BY_SIDE)
+    record = json.loads((tmp_path / "side_by_side_cpu.json").read_text())
+    assert all(rate > 0 for rate in record["tokens_per_second"].values()) and record["recipe_over"]["recipe"] == 1
+    share = record["share_that_trains"]
+    assert 0.2 < share.pop("guide") < 0.85  # eight documents, truncated and padded
+    assert len(share) == 4 and all(0.9 < packed <= 1 for packed in share.values())
+
+
+def test_docs_have_the_table_of_the_committed_result():
+    sys.path.insert(0, str(BENCHMARKS))
+    program = runpy.run_path(str(BENCHMARKS / "side_by_side.py"))
+    record = json.loads((BENCHMARKS / "results/side_by_side_cpu.json").read_text())
+    page = (BENCHMARKS / "README.md").read_text()
+    for row in program["table"](record):
+        assert "| " + " | ".join(row) + " |" in page
+    assert record["date"] in page and all(f"{name} {record['versions'][name]}" in page for name in ("torch", "trl"))

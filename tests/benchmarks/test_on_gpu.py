@@ -5,10 +5,8 @@ import re
 import sys
 
 import pytest
-import torch
 from conftest import CONFIGS, RECIPES, ROOT, TABLE, slow
 from datasets import load_dataset
-from safetensors.torch import save_file
 from transformers import AutoProcessor
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -76,30 +74,6 @@ def test_measurement_on_cpu(monkeypatch):
     assert json.loads(json.dumps(record)) == record
     assert record["tokens"] == 2 * 4 * 256, "steps x rows x length"
     assert record["forecast"]["tokens_per_step"] == 4 * 256 and record["forecast"]["card"] is None
-
-
-def test_gradients_are_compared_one_by_one(tmp_path):
-    """A wrong one, one that is missing, and one that is zero in both."""
-    gradients = {"a": torch.ones(4), "b": torch.ones(4), "zero": torch.zeros(4)}
-    for name, changed in (("first", {}), ("same", {"b": torch.full((4,), 1.001)}), ("wrong", {"b": -torch.ones(4)})):
-        (tmp_path / name).mkdir()
-        save_file(gradients | changed, tmp_path / name / "1-0.safetensors")
-    same = on_gpu.compare_gradients(tmp_path / "first", tmp_path / "same")
-    assert (same["gradients"], same["wrong_gradients"]) == (3, 0) and "failed" not in same
-    wrong = on_gpu.compare_gradients(tmp_path / "first", tmp_path / "wrong")
-    assert wrong["failed"].startswith("1 of 3 gradients differ") and wrong["largest_in"].endswith(" b")
-    save_file({"a": gradients["a"]}, tmp_path / "wrong/1-0.safetensors")
-    assert on_gpu.compare_gradients(tmp_path / "wrong", tmp_path / "first")["wrong_gradients"] == 2
-
-
-def test_layers_are_extrapolated():
-    few = {"sizes": {"num_hidden_layers": 4}, "recipe": "r", "config": "c", "device": "d", "limit_gb": 24.0, "world_size": 1}
-    few |= {"seconds_per_step": 3.0, "peak_gpu_gb": 6.0, "peak_gpu_reserved_gb": 7.0, "peak_host_gb": 4.0}
-    few |= {"tokens_per_second": 8192 / 3}
-    more = few | {"sizes": {"num_hidden_layers": 8}, "seconds_per_step": 5.0, "peak_gpu_gb": 6.5, "tokens_per_second": 8192 / 5}
-    full = on_gpu.extrapolate(few, more, 80, 2)
-    assert full["extrapolated"] and full["seconds_per_step"] == 41.0 and full["peak_gpu_gb"] == 15.5
-    assert full["tokens_per_second"] == round(2 * 8192 / 41, 1) and full["peak_host_gb"] == 4.0
 
 
 def measured(**changes) -> dict:

@@ -33,34 +33,33 @@ def test_trainer_that_cannot_be_simulated(monkeypatch, error_of):
     assert "mine.py" in error_of(command.simulate_quietly, Run("/mine.py"), [], False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["qwen2_chatt"], ["qwen2_chat?"]),
-        (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["--max_length"]),
-        (["qwen2_chat", "1x3090", "--card=A4000=48,155,inf"], ["--card"]),
-    ],
-)
-def test_mistake_is_one_error(launch, arguments, words):
-    assert_one_error(launch("--plan", *arguments), *words)
+def test_misspelt_flag_is_one_error(launch):
+    assert_one_error(launch("--plan", "qwen2_chat", "1x3090", "--max_lenght", "5"), "--max_length")
 
 
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (["--plan", "qwen2_chat", "--help"], "--card"),
-        (["--chat", "--help"], "--max_new_tokens"),
+        (["RECIPE.py", "--card=A4000=48,155,inf"], "--card"),
+        (["--start", "RECIPE.py"], "CONFIG is missing"),
+        (["--start", "RECIPE.py", "--for", "1x3090"], "--for"),
+        (["--start", "--tiny", "RECIPE.py", "--json"], "--json"),
+        (["RECIPE.py", "--for", ""], "--for"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_help_of_a_command(launch, tmp_path, words, flag):
+def test_mistake_is_one_error(monkeypatch, error_of, words, flag):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert flag in error_of(command.main, *words)
+
+
+@pytest.mark.parametrize("words", [["--plan", "qwen2_chat"], ["--chat"]], ids=" ".join)
+def test_help_of_a_command(launch, tmp_path, words):
     """It needs the standard library only, as before the first installation."""
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     program.chmod(0o755)
-    process = launch(*words, PYTHON=str(program))
-    assert process.returncode == 0 and process.stdout.startswith(f"usage: ./launch.sh {words[0]}"), process.stderr
-    assert flag in process.stdout and not process.stderr
+    process = launch(*words, "--help", PYTHON=str(program))
+    assert process.returncode == 0 and process.stdout.startswith(f"usage: ./launch.sh {words[0]}") and not process.stderr
 
 
 def test_what_no_config_can_simulate_is_one_error(environment):

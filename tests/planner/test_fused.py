@@ -44,19 +44,6 @@ def test_backward_pass_keeps_what_it_computes_unwritten_tensors_from():
     del adapted
 
 
-def test_fused_layer_casts_a_tensor_once_and_a_weight_with_a_kernel():
-    ledger, kib = Ledger(), 1024
-    with FakeTensorMode(), ledger:
-        x, weight = torch.empty(256, kib), torch.empty(kib, kib)
-        ledger.is_fused, ledger.weight_shapes = True, {(kib, kib)}
-        half, y = weight.bfloat16(), 2 * x
-        casts = (3 * x).bfloat16(), y.bfloat16(), y.bfloat16()
-        products = [cast @ half for cast in casts]
-        assert held(ledger) == (5 + 2 + 2 * 0.5 + 3 * 0.5) * kib**2, "x and the weight, its cast, two others, three products"
-        assert ledger.launches == 1 + 2 + 3
-    del products
-
-
 def held(ledger: Ledger) -> int:
     """Bytes that are allocated now."""
     return sum(event.change for event in ledger.events)

@@ -63,15 +63,6 @@ def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
     del logits
 
 
-def test_gradient_of_the_head_is_not_of_the_loss():
-    """The loss makes it in float32. It does not grow with the micro-batch."""
-    ledger = Ledger(vocabulary=1000)
-    with ledger, ledger.within(moment="backward", holder="loss"):
-        gradient, logits = torch.zeros(1000, 64), torch.zeros(8, 1000)
-    assert ledger.peaks()["backward"].by_holder == {"gradients": 1000 * 64 * 4, "loss": rounded(8 * 1000 * 4)}
-    del gradient, logits
-
-
 def test_bytes_that_operators_read_and_write():
     """Neither a view of a fake tensor nor a question for its device touches bytes. The FLOPs stand for a matrix product."""
     ledger = Ledger()
@@ -118,17 +109,6 @@ def test_flops_of_attention_are_those_of_each_document(window):
 
 def count_pairs(lengths: list[int], window: tuple[int, int]) -> int:
     return sum(int(mask_of_window(length, *window).sum()) for length in lengths)
-
-
-def test_flops_of_linear_attention():
-    """A chunk's triangular system, forward and backward: two of them, and the product for the gradient of the matrix."""
-    matrix = torch.eye(64).repeat(3, 1, 1).requires_grad_()
-    right = torch.rand(3, 64, 16, requires_grad=True)
-    with Ledger() as ledger:
-        solved = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
-        assert ledger.take_counts().flops == {"torch.float32": 3 * 64 * 64 * 16}
-        solved.sum().backward()
-    assert ledger.take_counts().flops == {"torch.float32": (1 + 2) * 3 * 64 * 64 * 16}
 
 
 def test_memory_of_attention_on_fake_tensors():

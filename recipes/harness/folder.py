@@ -15,10 +15,9 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from harness.messages import UserError, print_once
-from harness.restarts import Changes, before_and_now, changed_settings, keep_settings, must_be_equal
+from harness.restarts import ALL_SETTINGS, before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
 
@@ -33,13 +32,6 @@ COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has writte
 SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
 CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,15}")
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
-# The arguments that decide which rows a run trains on, and which it evaluates on.
-CHOICE_OF_ROWS = (
-    *("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "chat_template_kwargs", "split_conversations"),
-    "text_rows",
-)
-# The keys of run.json that may differ between two starts of a run, under the conditions of `check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "commit", "teacher_commit", "command", "settings")
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
@@ -138,72 +130,41 @@ def lock_of(folder: Path) -> FileLock:
 
 
 def acquire(lock: FileLock) -> None:
-    """Locks an output directory until `lock` is released, or this process ends. Raises UserError if another run has locked it."""
+    """Locks an output directory, which it makes, until `lock` is released, or this process ends.
+
+    Raises UserError if another run has locked it: two runs would overwrite each other's checkpoints.
+    """
     folder = Path(lock.lock_file).parent
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
             f"--output_dir: another run is writing into {folder}: wait for it, stop it, or choose another folder"
         ) from error
-    except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
 
 
-def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
-    """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing but a lock.
+def write_run(folder: Path, before: dict, identity: dict) -> None:
+    """Writes run.json into a locked folder. Prints what is different from `before`, the content that it had.
 
-    `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
+    `identity`: the new content. Afterwards it says what this start uses.
     """
-    existing = _read_run(folder)
-    if existing:
-        lock = lock_of(folder)
-        acquire(lock)
-        lock.release()
-    check_same_run(folder, existing, identity, is_default)
+    if newest_complete_checkpoint(folder):
+        for message in keep_settings(before, identity):
+            print_once(message)
+    if not has_trained(folder):
+        (folder / DATA).unlink(missing_ok=True)  # of a start that has trained nothing
+    elif before.get("recipe_digest") != identity["recipe_digest"]:
+        print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
+    if before != identity:
+        write_json(folder / RUN, identity)
 
 
-def claim_output_dir(lock: FileLock, identity: dict, is_default: bool) -> None:
-    """Locks a folder that passed `check_output_dir`, and writes run.json into it. Safe if two runs start at the same time.
-
-    Prints what is different from the run that the folder has; `identity` then says what this start uses of it.
-    Raises UserError if another run is writing into the folder.
-    """
-    folder = Path(lock.lock_file).parent
-    messages = []
-    try:
-        delete_replaced_rehearsal(lock, identity, is_default)
-        folder.mkdir(parents=True, exist_ok=True)
-        acquire(lock)
-        written = _read_run(folder)
-        check_same_run(folder, written, identity, is_default)
-        if newest_complete_checkpoint(folder):
-            messages = keep_settings(written, identity)
-        is_same = _is_same_run(written, identity)
-        if written and not is_same and not has_trained(folder):
-            (folder / DATA).unlink(missing_ok=True)  # of a run that has trained nothing
-        if written != identity:
-            write_json(folder / RUN, identity)
-    except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
-    if written.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
-        messages.append(
-            f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version."
-        )
-    for message in messages:
-        print_once(message)
-
-
-def delete_replaced_rehearsal(lock: FileLock, identity: dict, is_default: bool) -> None:
-    """Deletes a rehearsal that the default folder has, if this run replaces it, while no other start can."""
-    folder = Path(lock.lock_file).parent
-    if not is_replaced_rehearsal(folder, identity, is_default):
-        return
-    acquire(lock)
-    if is_replaced_rehearsal(folder, identity, is_default):  # still
-        shutil.rmtree(folder)
-        print_once(f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings.")
-    lock.release()
+def delete_training(folder: Path) -> None:
+    """Deletes what a rehearsal in its default folder has trained."""
+    for pattern in TRAINED:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def has_trained(folder: Path) -> bool:
@@ -211,90 +172,32 @@ def has_trained(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in TRAINED)
 
 
-def _read_run(folder: Path) -> dict:
-    try:
-        return read_json(folder / RUN, "recipe", "config", "tiny", "data_files")
-    except DamagedFile as error:
-        raise UserError(f"--output_dir: {error}, or choose another folder") from error
+def check_same_run(folder: Path, before: dict, identity: dict) -> None:
+    """Raises UserError, with the differences, unless `folder` is free, or its run is the one that `identity` describes.
 
-
-def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> bool:
-    """Whether a rehearsal in the default folder is deleted: it is another one, or it ended with other settings.
-
-    Not if a real run is in a folder below it.
+    Otherwise two runs would be mixed, or rows that a run is evaluated on would be trained on. `before`: the content of its
+    run.json.
     """
-    existing = _read_run(folder) if is_default and identity["tiny"] else {}
-    if not existing or not all(read_json(file).get("tiny") for file in folder.rglob(RUN)):
-        return False
-    return not _is_same_run(existing, identity) or bool(changed_settings(read_json(folder / RESULTS), identity))
-
-
-def _is_same_run(existing: dict, identity: dict) -> bool:
-    """Whether two run.json are equal, but for their dates, the places of files that were moved, and what may change."""
-    keys = (existing.keys() | identity.keys()) - {"date", "commit", "teacher_commit", "command", "settings", "data_files"}
-    is_same = all(_means_the_same(existing.get(key), identity.get(key)) for key in keys)
-    same_files = _names_and_sizes(existing) == _names_and_sizes(identity)
-    return is_same and same_files and not must_be_equal(existing, identity)
-
-
-def _means_the_same(before: Any, now: Any) -> bool:
-    """Whether two values are equal, or the path that a run has recorded can be that of a file that was moved since.
-
-    It is also another one on another machine.
-    """
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return all(map(_means_the_same, before, now))
-    are_paths = all(isinstance(path, str) and path.startswith("/") for path in (before, now))
-    return before == now or (are_paths and Path(before).name == Path(now).name and not Path(before).exists())
-
-
-def _names_and_sizes(run: dict) -> set[tuple[str, int]]:
-    """Those of the local files of the dataset."""
-    return {(name, size) for name, size, _ in run.get("data_files", [])}
-
-
-def different_values(existing: dict, identity: dict) -> Changes:
-    """What must be equal in two run.json and is not, by its flag or its name in run.json. What one lacks is not compared."""
-    settings = must_be_equal(existing, identity)
-    compared = {key: (existing.get(key, now), now) for key, now in identity.items() if key not in MAY_DIFFER} | settings
-    flags = {*settings, *CHOICE_OF_ROWS}
-    return {f"--{key}" if key in flags else key: pair for key, pair in compared.items() if not _means_the_same(*pair)}
-
-
-def check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
-    """Raises UserError, with all differences, unless `folder` is free, or its run is the one that `identity` describes.
-
-    `existing`: the content of its run.json.
-    """
-    if is_replaced_rehearsal(folder, identity, is_default):
+    if not before and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
+        raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
+    if not before or not has_trained(folder):
         return
-    if not existing:
-        if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
-            raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
-        return
-    if not has_trained(folder):
-        return
-    differences = different_values(existing, identity)
     problems = []
-    if differences:
-        before, now = before_and_now(differences)
-        problems.append(f"it holds a run with {before}, this run has {now}")
-    changed_files = []
-    if not differences.keys() & {"dataset", "datasets"}:  # otherwise these are the files of two datasets
-        changed_files = sorted({name for name, _ in _names_and_sizes(existing) ^ _names_and_sizes(identity)})
-    for name in changed_files:
-        problems.append(f"{name} of {identity['dataset']} has changed since the run began")
-    if list(folder.glob("checkpoint-*")) and existing.get("sharded") != identity["sharded"]:
-        kinds = {True: "FSDP", False: "unsharded"}
-        problems.append(
-            f"it holds {kinds[not identity['sharded']]} checkpoints of {existing['config']}, which {identity['config']} "
-            f"({kinds[identity['sharded']]}) cannot resume"
-        )
+    if changes := must_be_equal(before, identity):
+        old, new = before_and_now(changes)
+        problems.append(f"it holds a run with {old}, this run has {new}")
+    else:
+        files = {tuple(file[:2]) for file in before["data_files"]} ^ {tuple(file[:2]) for file in identity["data_files"]}
+        names = sorted({name for name, size in files})
+        if names:
+            problems.append(f"{', '.join(names)} of the dataset has changed since the run began")
+    if list(folder.glob("checkpoint-*")) and before["sharded"] != identity["sharded"]:
+        problems.append(f"checkpoints of {before['config']} cannot be loaded with {identity['config']}: one shards, one does not")
     if problems:
-        chooses_rows = changed_files or any(name.removeprefix("--") in CHOICE_OF_ROWS for name in differences)
-        reason = ". Evaluation rows might be trained on" if chooses_rows else ""
-        choose = "pass the same values, choose another --output_dir, or move that folder away"
-        raise UserError(f"--output_dir: {folder}: {'; '.join(problems)}{reason}: {choose}")
+        raise UserError(
+            f"--output_dir: {folder}: {'; '.join(problems)}: pass the same values, choose another --output_dir, or move that "
+            "folder away"
+        )
 
 
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
@@ -315,8 +218,8 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
     if results := finished_results(folder, max_steps, num_train_epochs):
         loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
         end = f"{folder} is finished: {results['global_step']} steps{loss}."
-        if changes := changed_settings(results, identity):  # they would train nothing
-            before, now = before_and_now(changes, "--")
+        if changes := changed_settings(results, identity, ALL_SETTINGS):  # they would train nothing
+            before, now = before_and_now(changes)
             raise UserError(
                 f"--output_dir: {end} It was trained with {before}, this run has {now}: choose another --output_dir to train "
                 "with that"

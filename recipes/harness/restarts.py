@@ -5,10 +5,16 @@ run.json names every argument whose value is not the default of transformers or 
 
 from typing import Any
 
+# The arguments that decide which rows a run trains on, and which it evaluates on.
+CHOICE_OF_ROWS = (
+    *("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "chat_template_kwargs", "split_conversations"),
+    *("text_rows", "dataset_config", "dataset_train_split"),
+)
 # Another value would give what the run has learned another meaning, or another loss, or could not be loaded.
 MUST_BE_EQUAL = (
+    *("recipe", "tiny", "model", "datasets", "dataset_weights", *CHOICE_OF_ROWS),
     # the model and the adapter
-    *("model_revision", "dtype", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    *("use_peft", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *("lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora", "use_dora"),
     *("chat_template_path", "eos_token"),
     # the states of the optimizer and of the gradient scaler
@@ -31,48 +37,49 @@ OF_LOSS = (
 )
 # `run/checkpoints.py` prints what they change about the rows.
 OF_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed")
+ALL_SETTINGS = (*MUST_BE_EQUAL, *KEPT, *OF_LOSS, *OF_ROWS)
 
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by the names of the settings; None: the default
 
 
-def changed_settings(
-    existing: dict, identity: dict, names: tuple[str, ...] = (*MUST_BE_EQUAL, *KEPT, *OF_LOSS, *OF_ROWS)
-) -> Changes:
-    """Which of these settings differ between two run.json; {} if one has no settings. The order of names in a list is free."""
-    before, now = existing.get("settings"), identity.get("settings")
-    if before is None or now is None:
-        return {}
-    pairs = {name: (before.get(name), now.get(name)) for name in names}
-    return {name: (old, new) for name, (old, new) in pairs.items() if _sorted(old) != _sorted(new)}
+def changed_settings(before: dict, now: dict, names: tuple[str, ...]) -> Changes:
+    """Which of these settings differ between two run.json. The order of names in a list is free."""
+    changes = {}
+    for name in names:
+        old, new = (run.get(name, run["settings"].get(name)) for run in (before, now))
+        if _sorted(old) != _sorted(new):
+            changes[name] = (old, new)
+    return changes
 
 
-def must_be_equal(existing: dict, identity: dict) -> Changes:
+def must_be_equal(before: dict, now: dict) -> Changes:
     """The changed settings with which a run cannot continue."""
-    found = changed_settings(existing, identity, MUST_BE_EQUAL)
-    scheduler = changed_settings(existing, identity, ("lr_scheduler_type",))
-    return found | (scheduler if set(SCHEDULERS_WITH_STATE) & set(scheduler.get("lr_scheduler_type", ())) else {})
+    changes = changed_settings(before, now, MUST_BE_EQUAL)
+    scheduler = changed_settings(before, now, ("lr_scheduler_type",))
+    has_state = {*SCHEDULERS_WITH_STATE} & {*scheduler.get("lr_scheduler_type", ())}
+    return changes | scheduler if has_state else changes
 
 
-def keep_settings(existing: dict, identity: dict) -> list[str]:
+def keep_settings(before: dict, identity: dict) -> list[str]:
     """Makes `identity` say what a run that continues from a checkpoint will use; returns messages about other settings."""
     messages = []
-    if kept := changed_settings(existing, identity, KEPT):
-        before, now = before_and_now(kept, "--")
+    if kept := changed_settings(before, identity, KEPT):
+        old, new = before_and_now(kept)
         messages.append(
-            f"warning: the run began with {before} and continues with it: {now} has no effect; pass another --output_dir to "
+            f"warning: the run began with {old} and continues with it: {new} has no effect; pass another --output_dir to "
             "train with it from the start"
         )
-        identity["settings"] |= {name: old for name, (old, _) in kept.items()}
-        identity["settings"] = {name: value for name, value in identity["settings"].items() if value is not None}
-    if changes := changed_settings(existing, identity, OF_LOSS):
-        before, now = before_and_now(changes, "--")
-        messages.append(f"{before} until now, {now} from here on.")
+        settings = identity["settings"] | {name: value for name, (value, _) in kept.items()}
+        identity["settings"] = {name: value for name, value in settings.items() if value is not None}
+    if changes := changed_settings(before, identity, OF_LOSS):
+        old, new = before_and_now(changes)
+        messages.append(f"{old} until now, {new} from here on.")
     return messages
 
 
-def before_and_now(changes: Changes, prefix: str = "") -> tuple[str, str]:
-    """Names, after `prefix`, and values for a message."""
-    return tuple(", ".join(f"{prefix}{name} {setting_in_words(pair[n])}" for name, pair in changes.items()) for n in (0, 1))
+def before_and_now(changes: Changes) -> tuple[str, str]:
+    """Names and values for a message."""
+    return tuple(", ".join(f"{name} {setting_in_words(pair[n])}" for name, pair in changes.items()) for n in (0, 1))
 
 
 def setting_in_words(value: Any) -> str:

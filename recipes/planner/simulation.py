@@ -36,7 +36,7 @@ from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import preparing
 from harness.start.arguments import Arguments
 from harness.start.environment import set_environment_of_accelerate
-from harness.start.machine import check_compilation, set_allocator
+from harness.start.machine import set_allocator
 from harness.start.recipes import build_trainer
 from planner import layers
 from planner.fakes import Fakes, count_wrapping, install_steps
@@ -98,7 +98,6 @@ class PlannedRecipe(StartedRecipe):
         if training_args.fp16:
             gpu = GpuFeatures([], no_triton="fp16 is for GPUs that Triton does not support")
         run = dataclasses.replace(run, gpu=gpu)
-        check_compilation(training_args, run)
         if "flash" in (model_args.attn_implementation or ""):
             model_args.attn_implementation = None
         use_no_gpu_kernels()

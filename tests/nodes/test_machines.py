@@ -76,10 +76,9 @@ def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variabl
 @pytest.mark.parametrize(
     ("config", "variables", "words"),
     [
-        ("3xt4_shard_grad_op", {}, ["3 machines with 1 GPU each", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["2 replicas of 4 GPUs each", "3 nodes with 4 GPUs each"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["2 replicas of 4 GPUs each", "2 nodes with 2 GPUs each"]),
-        ("1x3090", PLAIN, ["one GPU of one machine", "2 nodes"]),
+        ("3xt4_shard_grad_op", {}, ["3 GPUs of 3 machines", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["8 GPUs of 2 machines", "3 machines with 4 GPUs each"]),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["8 GPUs of 2 machines", "2 machines with 2 GPUs each"]),
     ],
 )
 def test_machines_must_fit_the_config(launch, tmp_path, config, variables, words):

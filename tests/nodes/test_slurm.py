@@ -77,7 +77,7 @@ def test_requeued_twice_logs_the_same_losses(slurm_cluster, uninterrupted, envir
 @pytest.mark.parametrize(
     ("options", "count", "words"),
     [
-        ([], 3, ["2 replicas of 2 GPUs each", "3 nodes with 2 GPUs each"]),
+        ([], 3, ["4 GPUs of 2 machines", "3 machines with 2 GPUs each"]),
         (["--ntasks-per-node=2"], 2, ["2(x2) tasks per node", "--ntasks-per-node=1"]),
     ],
 )

@@ -43,6 +43,7 @@ def test_run_that_is_too_short(capsys):
 
 
 def test_run_uses_it(build_trainer):
-    trainer = add_parts(build_trainer("qwen2_chat", "--warmup_steps", "0.03"))
+    trainer = build_trainer("qwen2_chat", "--warmup_steps", "0.03")
+    add_parts(trainer)
     trainer.create_optimizer_and_scheduler(1)
     assert trainer.lr_scheduler.get_last_lr()[0] == trainer.args.learning_rate

@@ -1,6 +1,8 @@
 """Checks of the machine and the installed packages, before anything is started."""
 
+import argparse
 import functools
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -8,8 +10,9 @@ from types import SimpleNamespace
 import harness
 from harness import configs
 from harness.configs import AccelerateConfig
+from harness.data.script_arguments import ScriptArguments
 from harness.nodes.cluster import Nodes
-from harness.runs import GpuFeatures, Run, StartedRecipe
+from harness.runs import Run, StartedRecipe
 from harness.start import checks, launch, machine, training
 
 import pytest
@@ -18,8 +21,7 @@ from conftest import ROOT
 from peft import LoraConfig, get_peft_model
 from runs import check_run, write_rows
 from transformers import AutoModelForCausalLM, Qwen2Config, TrainingArguments
-from trl import DPOConfig, ModelConfig, SFTConfig
-from trl.experimental.cpo import CPOConfig
+from trl import ModelConfig, SFTConfig
 
 RECIPE = ROOT / "tests/recipes/own/weighed.py"  # it passes no adapter to its trainer
 
@@ -137,31 +139,26 @@ def test_bf16_needs_compute_capability_8(monkeypatch, error_of, precision, model
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capability))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    arguments = SimpleNamespace(**precision), ModelConfig(**model), is_sharded
-    machine.check_bf16(*arguments, 1)
+    arguments = SimpleNamespace(**precision), ModelConfig(**model)
+    machine.check_bf16(*arguments, Run("a.py", any_config=is_sharded, processes=1))
+    of_two = Run("a.py", any_config=is_sharded, processes=2)
     if words:
-        message = error_of(machine.check_bf16, *arguments, 2)
-        assert "Tesla T4 has compute capability 7.5" in message and words in message
+        message = error_of(machine.check_bf16, *arguments, of_two)
+        assert "Tesla T4 has no bf16" in message and words in message
     else:
-        machine.check_bf16(*arguments, 2)
+        machine.check_bf16(*arguments, of_two)
 
 
 def test_launcher_checks_bf16(monkeypatch, error_of):
     """`parse` does, once the arguments of the run are known. (On this machine there is no GPU.)"""
     calls = []
-    monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2:]))
+    monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2].processes))
     monkeypatch.setattr(machine, "must_use_cpu", lambda context, values: False)
     config = configs.read(str(ROOT / "accelerate_configs/4gpu_ddp.yaml"))
     monkeypatch.setattr(sys, "argv", ["qwen2_chat.py", "--bf16", "false", "--model_name_or_path", "/nowhere"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert "/nowhere" in error_of(check_run, ROOT / "recipes/qwen2_chat.py", config, 4)
-    assert calls == [(False, 4)]
-
-
-def test_compilation_needs_triton(error_of):
-    arguments = SimpleNamespace(**FP16, torch_compile=True, torch_compile_backend="inductor"), ModelConfig()
-    machine.check_gpus(*arguments, Run("a.py"))
-    assert "--torch_compile" in error_of(machine.check_gpus, *arguments, Run("a.py", gpu=GpuFeatures([], no_triton="no gcc")))
+    assert calls == [4]
 
 
 def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
@@ -189,7 +186,6 @@ def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
         ({"fp16": True}, {}, "--fp16"),
         ({"torch_compile": True}, {}, "--torch_compile"),
         ({}, {"load_in_4bit": False, "load_in_8bit": True}, "--load_in_8bit"),
-        ({}, {"use_peft": False}, "--load_in_4bit"),
         ({}, {}, ""),
     ],
 )
@@ -227,37 +223,60 @@ def test_folder_that_another_node_does_not_have(tmp_path, monkeypatch, error_of)
     assert "is not the same folder on all nodes" in message
 
 
+@pytest.mark.parametrize("words", checks.REFUSED)
+def test_refused_flags(error_of, words):
+    """Whoever sets them."""
+    name, value = [*words.removeprefix("--").split(), "x"][:2]
+    number_or_text = {"True": True, "False": False, "1": 1}.get(value, value)
+    assert error_of(checks.check_refused, argparse.Namespace(**{name: number_or_text})).startswith(f"--{name}: ")
+    checks.check_refused(argparse.Namespace(**{name: number_or_text is False}))
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "tp_plan"])
+def test_options_of_a_model_that_are_refused(error_of, name):
+    for options in ({name: "auto"}, f'{{"{name}": true}}'):
+        assert name in error_of(checks.check_refused, argparse.Namespace(model_init_kwargs=options))
+
+
 @pytest.mark.parametrize(
-    ("config", "values", "flag"),
+    ("given", "values", "flag"),
     [
-        (SFTConfig, {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
-        (SFTConfig, {"label_smoothing_factor": 0.1}, None),
-        (SFTConfig, {"label_smoothing_factor": 1.5}, "label_smoothing_factor"),
-        (SFTConfig, {"label_smoothing_factor": 0.1, "loss_type": "dft"}, "label_smoothing_factor"),
-        (TrainingArguments, {"label_smoothing_factor": 0.1}, None),
-        (DPOConfig, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        (DPOConfig, {"label_smoothing": 0.1}, "label_smoothing"),  # "sigmoid" does not read it
-        (DPOConfig, {"label_smoothing": 0.49, "loss_type": ["robust"]}, None),
-        (DPOConfig, {"label_smoothing": 0.5, "loss_type": ["sft", "robust"]}, "label_smoothing"),
-        (DPOConfig, {"discopop_tau": 0.1}, "discopop_tau"),
-        (DPOConfig, {"f_alpha_divergence_coef": 0.1}, "f_alpha_divergence_coef"),
-        (DPOConfig, {"f_alpha_divergence_coef": 0.1, "f_divergence_type": "alpha_divergence"}, None),
-        (CPOConfig, {"label_smoothing": 0.1}, None),
-        (DPOConfig, {"beta": 0}, "beta"),
-        (DPOConfig, {"beta": -0.1}, "beta"),
-        (DPOConfig, {"ld_alpha": 2}, "ld_alpha"),
-        (DPOConfig, {"ld_alpha": 1}, None),
-        (DPOConfig, {"ref_model_sync_steps": 8}, "ref_model_sync_steps"),
-        (DPOConfig, {"ref_model_sync_steps": 8, "sync_ref_model": True}, None),
+        ({"lora_r"}, {}, "lora_r"),
+        ({"bnb_4bit_quant_type"}, {"use_peft": True}, "bnb_4bit_quant_type"),
+        ({"warmup_steps"}, {"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps"),
+        ({"warmup_steps"}, {"lr_scheduler_type": "constant", "warmup_steps": 0}, None),
+        ({"warmup_steps"}, {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, None),
+        ({"max_steps"}, {"max_tokens": 9}, "max_steps"),
+        ({"global_batch_size", "gradient_accumulation_steps"}, {}, "gradient_accumulation_steps"),
     ],
 )
-def test_numbers_of_losses(error_of, config, values, flag):
-    """Those with which a loss is another one than they say, constant or infinite."""
-    arguments = Run("a.py", given=frozenset(values)), config("out", use_cpu=True, **values)
+def test_flags_without_effect(error_of, given, values, flag):
+    config = {name: values[name] for name in ("lr_scheduler_type", "warmup_steps") if name in values}
+    arguments = ScriptArguments(max_tokens=values.get("max_tokens")), TrainingArguments("out", use_cpu=True, **config)
+    call = Run("a.py", given=frozenset(given)), *arguments, ModelConfig(use_peft=values.get("use_peft", False))
     if flag:
-        assert error_of(checks.check_loss, *arguments).startswith(f"--{flag}")
+        assert error_of(checks.check_flags_have_effect, *call).startswith(f"--{flag} ")
     else:
-        checks.check_loss(*arguments)
+        checks.check_flags_have_effect(*call)
+
+
+@pytest.mark.parametrize(("group", "iterations", "flag"), [(4, 1, ""), (3, 1, "--num_generations"), (4, 2, "--num_iterations")])
+def test_groups_of_answers(error_of, group, iterations, flag):
+    values = {"generation_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps"}
+    training_args = SimpleNamespace(**values, num_generations=group, num_iterations=iterations)
+    if flag:
+        assert flag in error_of(checks.check_generation, training_args)
+    else:
+        checks.check_generation(training_args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_steps", 0), ("max_steps", -5), ("learning_rate", math.nan), ("max_length", 0), ("global_batch_size", 0)],
+)
+def test_numbers_with_which_nothing_is_trained(error_of, name, value):
+    training_args = SimpleNamespace(**{"max_steps": 1} | {name: value})
+    assert f"--{name} is {value}" in error_of(checks.check_numbers, Run("a.py"), SimpleNamespace(), training_args)
 
 
 @pytest.mark.parametrize("pixels", [-1, 0, 980])

@@ -2,7 +2,7 @@
 
 import argparse
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from harness.runs import Run
 from harness.start import record
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 TOKEN = "hf_" + "a1B2" * 9
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     A = "a"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from harness.configs import AccelerateConfig
 from harness.nodes.cluster import Nodes
-from harness.start import flags
 from harness.start import launch as launch_module
 
 import psutil
@@ -101,17 +100,3 @@ def test_nccl_listens_on_this_machine_only(monkeypatch, nodes, before, expected)
     config = AccelerateConfig("c.yaml", distributed_type="FSDP")
     launch_module.set_environment_of_processes("recipe.py", config, Nodes(count=nodes), 2, tiny=False)
     assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    "url",
-    ["s3://key:se/cret@b/run", "https://hf_abcdefghijklmnopqrst@host/x", "az://c/x?sig=a", "https://h/x?a=1&X-Amz-Signature=a"],
-)
-def test_url_with_a_secret_is_refused(error_of, url):
-    assert "a URL with a password would be shown" in error_of(flags.check_passwords, ["--dataset_name", url])
-
-
-@pytest.mark.unit
-def test_other_urls():
-    flags.check_passwords(["s3://me@bucket/run", "https://host/x?download=true", "hf://datasets/me/name@main/x", "a:b@c"])

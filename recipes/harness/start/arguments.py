@@ -12,7 +12,7 @@ A value comes from the first of these that sets it:
 import argparse
 import dataclasses
 import datetime
-import json
+import difflib
 import math
 import os
 import sys
@@ -31,7 +31,7 @@ from harness.rehearsal import tiny
 from harness.run.publishing import take_repository
 from harness.runs import Run
 from harness.start import checks
-from harness.start.flags import check_names, check_passwords, help_text, unknown_flag
+from harness.start.flags import help_text
 from harness.start.record import settings_of
 
 import trl
@@ -54,32 +54,28 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     Raises UserError for anything that the user can fix.
     """
     classes, words = (ScriptArguments, config_class, trl.ModelConfig), sys.argv[1:]
-    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    for name in recipe:
-        if name not in names:
-            raise UserError(f"{Path(run.recipe).name}: {unknown_flag(name, sorted(names))}")
     if {"--help", "-h"} & set(words):
         print_once(help_text(Path(run.recipe), config_class, recipe))
         sys.exit(0)
-    check_passwords(words)
-    check_names(words, names | {"config"})
-    words, in_file = take_config_file(words)
-    if unknown := in_file.keys() - names:
-        raise UserError(unknown_flag(f"--{min(unknown)}", [f"--{name}" for name in names]))
     parser = Parser(classes, allow_abbrev=False, conflict_handler="resolve")  # GRPOConfig has a chat_template_kwargs too
-    parser.set_defaults_with_config(
-        **DEFAULTS
-        | {"disable_tqdm": not sys.stderr.isatty()}  # in a log file a progress bar is a thousand lines
-        | values_of_config(run.config)
-        | {"output_dir": run.default_output_dir}
-        | recipe
-        # A rehearsal must not claim the folder of the run.
-        | (tiny.values_for(config_class) | {"output_dir": run.default_output_dir} if run.tiny else {})
-        | in_file
-    )
+    parser.add_argument("--config")
+    path = parser.parse_known_args(words)[0].config
+    in_file = read_yaml(path, "--config") if path else {}
+    values_of_harness = DEFAULTS | values_of_config(run.config) | {"output_dir": run.default_output_dir}
+    values_of_harness["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
+    parser.set_defaults_with_config(**values_of_harness)
+    unknown = parser.set_defaults_with_config(**recipe)
+    if run.tiny:  # which must not claim the folder of the run
+        parser.set_defaults_with_config(**tiny.values_for(config_class) | {"output_dir": run.default_output_dir})
+    unknown += parser.set_defaults_with_config(**in_file)
+    names = {action.dest for action in parser._actions}
     values, rest = parser.parse_known_args(words)
-    if rest:
-        raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
+    if unknown or rest:
+        word = (unknown or rest)[0]
+        near = difflib.get_close_matches(word, [f"--{name}" for name in names], n=1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists what the recipe sets"
+        raise UserError(f"{word} is no flag of {Path(run.recipe).name}, and no value of the flag before it: {hint}")
+    checks.check_refused(values)
     flags = {word[2:].split("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")}
     return values, frozenset(flags | in_file.keys())
 
@@ -133,7 +129,7 @@ class Parser(trl.TrlParser):
 
 
 def make_objects(values: dict[str, Any], config_class: type) -> Arguments:
-    """An object of each class, whose checks raise UserError."""
+    """An object of each class."""
     try:
         return tuple(
             cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.init})
@@ -141,40 +137,6 @@ def make_objects(values: dict[str, Any], config_class: type) -> Arguments:
         )
     except DistError as error:
         exit_with_causes(error)
-    except json.JSONDecodeError as error:
-        flags = [f"--{name}" for name, value in values.items() if value == error.doc]
-        raise UserError(f"{' '.join(flags)}: {error.doc} is not JSON ({error.msg})") from error
-    except (ValueError, OSError) as error:
-        reason = str(error).split("\n")[0]
-        if "one of fp16 and bf16" in reason:
-            reason = (
-                "fp16 and bf16 are both set, one by a flag and one by the recipe or config: pass --bf16 false or --fp16 false too"
-            )
-        raise UserError(reason) from error
-
-
-def take_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The flags without --config, and the values in its file, {} without one.
-
-    Raises UserError for a file that is none, and for `env` in it: variables can start programs, and send what is loaded
-    elsewhere.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?", const="")
-    found, rest = parser.parse_known_args(words)
-    path = found.config
-    if path is None:
-        return words, {}
-    if not path:
-        raise UserError("--config needs the path of a YAML file with arguments")
-    if not Path(path).is_file():
-        raise UserError(f"--config: file not found: {path}")
-    values = read_yaml(path, "--config")
-    if not isinstance(values, dict):
-        raise UserError(f"--config: {path} has no keys: expected lines of `argument: value`")
-    if "env" in values:
-        raise UserError(f"--config: env of {path} is not read: set environment variables in the shell")
-    return rest, values
 
 
 def set_dependent_values(
@@ -220,12 +182,8 @@ def set_steps(run: Run, arguments: Arguments, recipe: dict[str, Any], processes:
         if not run.tiny and "num_train_epochs" not in run.given:
             training_args.max_steps, training_args.num_train_epochs = -1, 1
     if script_args.max_tokens:
-        length = length_of_rows(training_args)
-        if length is None:
-            raise UserError(
-                "--max_tokens: rows have no maximum length, so nothing says how many tokens a step has: pass --max_steps"
-            )
-        training_args.max_steps = math.ceil(script_args.max_tokens / (rows_of_step(training_args, processes) * length))
+        tokens = rows_of_step(training_args, processes) * length_of_rows(training_args)
+        training_args.max_steps = math.ceil(script_args.max_tokens / tokens)
     elif "num_train_epochs" in run.given and "max_steps" not in run.given:
         training_args.max_steps = -1
 
@@ -237,16 +195,13 @@ def set_accumulation_steps(run: Run, arguments: Arguments, recipe: dict[str, Any
     if its own micro-batch cannot make up the global batch.
     """
     script_args, training_args, _ = arguments
-    given = run.given
-    if {"global_batch_size", "gradient_accumulation_steps"} <= given:
-        raise UserError("--global_batch_size and --gradient_accumulation_steps set the same: pass one of them")
-    if "gradient_accumulation_steps" in given:
+    if "gradient_accumulation_steps" in run.given:
         return
     rows, micro_batch = script_args.global_batch_size, training_args.per_device_train_batch_size
     if run.tiny:
-        of_run = recipe.get("per_device_train_batch_size", type(training_args).per_device_train_batch_size)
-        if "per_device_train_batch_size" in given:
-            of_run = micro_batch
+        of_run = micro_batch
+        if "per_device_train_batch_size" not in run.given:
+            of_run = recipe.get("per_device_train_batch_size", type(training_args).per_device_train_batch_size)
         accumulation_steps(rows or recipe.get("global_batch_size"), of_run, processes)
         if rows and rows % (micro_batch * processes):
             training_args.per_device_train_batch_size = micro_batch = 1
@@ -278,13 +233,12 @@ def trains_for_epochs(run: Run, script_args: ScriptArguments) -> bool:
 
 def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> int:
     """Micro-batches per optimizer step of `rows` rows; 1 for None. Raises UserError if they cannot be divided."""
-    steps, rest = divmod(rows or micro_batch * processes, micro_batch * processes)
-    if rest or steps < 1:
-        unit = micro_batch * processes
-        below, above = rows // unit * unit, (rows // unit + 1) * unit
+    unit = micro_batch * processes
+    steps, rest = divmod(rows or unit, unit)
+    if rest:
         raise UserError(
             f"--global_batch_size {rows} is not a multiple of {unit}, which is --per_device_train_batch_size {micro_batch} on "
-            f"{plural(processes, 'process')}: pass --global_batch_size "
-            f"{f'{below} or {above}' if below else above}, another micro-batch, or another NPROC_PER_NODE"
+            f"{plural(processes, 'process')}: pass --global_batch_size {max(1, steps) * unit} or {(steps + 1) * unit}, another "
+            "micro-batch, or another NPROC_PER_NODE"
         )
     return steps

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import warnings
 from pathlib import Path
 
@@ -27,20 +26,16 @@ LEFT_TO_ARGUMENTS = {
 def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config.
 
-    Raises UserError for a number of threads that is none, and for variables that accelerate reads instead of the config.
+    Raises UserError for variables that accelerate reads instead of the config.
     """
     for name in os.environ:
         if name.startswith("ACCELERATE_USE_") and os.environ[name].lower() in ("1", "true", "yes", "on"):
             raise UserError(f"{name} is set in the environment, and would change what the config says: unset it")
     if gpu_ids:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads == "":
-        del os.environ["OMP_NUM_THREADS"]
-    elif threads and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", threads):
-        raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
-    elif threads:
-        os.environ["OMP_NUM_THREADS"] = threads.split(",")[0]  # accelerate reads no list, which has numbers for nested loops
+    threads = os.environ.pop("OMP_NUM_THREADS", "").split(",")[0]  # accelerate reads no list, which has numbers for nested loops
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = threads
     # PyTorch's compiler runs what it finds in its cache: by default a folder in /tmp, which other users can make first.
     with contextlib.suppress(RuntimeError):  # there is no home
         if os.access(Path.home(), os.W_OK):

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,13 +27,12 @@ from types import FrameType
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.folder import NOT_WRITABLE
 from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched, read_number, write_number
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, last_line, plural
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.network import LOST, UNREACHABLE, interface_of, interface_to, own_address
-from harness.nodes.variables import integer_from_environment, seconds_to_wait
+from harness.nodes.variables import seconds_to_wait
 from harness.run.failures import HOST_ADVICE
 from harness.runs import rehearsal_hint
 from harness.start.environment import set_environment
@@ -61,13 +59,7 @@ def main(words: list[str]) -> int:
     max_restarts, arguments = take_max_restarts(arguments)
     set_environment(tiny, config.gpu_ids)
     set_environment_of_processes(recipe, config, nodes, per_node, tiny)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="run-"))
-    except OSError as error:
-        print(
-            f"error: no folder for temporary files can be written ({error.strerror}): set TMPDIR to another one", file=sys.stderr
-        )
-        return NOT_WRITABLE
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
     try:
         os.environ.update(Launched(config_path, tiny, nodes.count, os.getpid(), str(folder)).variables())
         forward_signals(folder)
@@ -86,45 +78,31 @@ def main(words: list[str]) -> int:
 
 def count_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, tiny: bool) -> int:
     """How many processes run on each node. Raises UserError if these are not the machines for the config."""
-    gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
-    if nodes.count == 1 < config.num_machines:
-        if not tiny:
-            raise UserError(
-                f"{config.name} is for {config.num_machines} machines with {plural(gpus, 'GPU')} each, this is one: start it on "
-                f"each with NNODES={config.num_machines} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes "
-                f"{config.num_machines}. {rehearsal_hint(recipe, config)}"
-            )
-        gpus = nodes.processes or config.num_processes  # a rehearsal runs all processes on this machine
     if config.distributed_type == "NO":
-        if nodes.count > 1:
-            raise UserError(
-                f"{config.name} trains on one GPU of one machine, but there are {nodes.count} nodes: use another config"
-            )
-        if integer_from_environment("NPROC_PER_NODE", 1) > 1:
-            raise UserError(
-                f"{config.name} trains on one GPU, but NPROC_PER_NODE is {gpus}: leave it out, or use a config for several GPUs, "
-                "for example 4gpu_ddp"
-            )
-        gpus = 1
-    has_whole_nodes = nodes.count == 1 or config.shards % gpus == 0 or gpus % config.shards == 0  # a replica, or a node replicas
-    if config.is_hybrid and (nodes.count * gpus != config.replicas * config.shards or not has_whole_nodes):
+        return 1
+    gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
+    fits = nodes.count > 1 or config.num_machines == 1
+    if not fits and tiny:  # a rehearsal runs all processes on this machine
+        gpus, fits = nodes.processes or config.num_processes, True
+    if config.is_hybrid:
+        has_whole_nodes = nodes.count == 1 or config.shards % gpus == 0 or gpus % config.shards == 0  # or a replica has nodes
+        fits = fits and nodes.count * gpus == config.replicas * config.shards and has_whole_nodes
+    if not fits:
         raise UserError(
-            f"{config.name} is for {plural(config.replicas, 'replica')} of {plural(config.shards, 'GPU')} each, but there "
-            f"{'are' if nodes.count > 1 else 'is'} {plural(nodes.count, 'node')} with {plural(gpus, 'GPU')} each: request other "
-            "machines (NPROC_PER_NODE sets the GPUs), or change parallelism_config in a copy of the config"
+            f"{config.name} is for {plural(config.num_processes, 'GPU')} of {config.num_machines} machines, this is "
+            f"{plural(nodes.count, 'machine')} with {plural(gpus, 'GPU')} each: start it on each with NNODES="
+            f"{config.num_machines} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes {config.num_machines} (NPROC_PER_NODE: "
+            f"GPUs of each). {rehearsal_hint(recipe, config)}"
         )
     return gpus
 
 
 def take_max_restarts(arguments: list[str]) -> tuple[int, list[str]]:
     """The value of --max_restarts, 0 without the flag, and the other flags: the recipe does not have this one."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--max_restarts", "--max-restarts", nargs="?", const="", default="0")
+    parser = argparse.ArgumentParser("launch.sh", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    parser.add_argument("--max_restarts", "--max-restarts", type=int, default=0)
     found, rest = parser.parse_known_args(arguments)
-    value = found.max_restarts
-    if not re.fullmatch(r"\d{1,6}", value):
-        raise UserError(f"--max_restarts is {value!r}, expected how often to start again after a crash: 0 or more")
-    return int(value), rest
+    return found.max_restarts, rest
 
 
 def set_environment_of_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, per_node: int, tiny: bool) -> None:
@@ -233,10 +211,9 @@ def explain_exit(exit_code: int, rank: int | None) -> int:
     """
     code = exit_code if exit_code >= 0 else 128 - exit_code
     if last_signal() and exit_code in (LOST, -signal.SIGKILL):  # another process was stopped before it could record the signal
-        print(f"Stopped by {signal.Signals(last_signal()).name}.", file=sys.stderr)
-        return 128 + last_signal()
+        code = exit_code = 128 + last_signal()
     if code - 128 in SIGNALS:  # training has a handler, with which the process exits by itself
-        print(f"Stopped by {signal.Signals(code - 128).name} before the training began.", file=sys.stderr)
+        print(f"Stopped by {signal.Signals(code - 128).name}.", file=sys.stderr)
     elif exit_code < 0 or (code not in (0, 128 + signal.SIGINT, LOST, UNREACHABLE) and rank is not None):
         reason = KILLED if code == 128 + signal.SIGKILL else "; see its output above"
         print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)

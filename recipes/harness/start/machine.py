@@ -53,15 +53,15 @@ def count_gpus() -> int:
     """GPUs that this process may use. Raises UserError if there are GPUs that CUDA cannot use."""
     count = torch.cuda.device_count()  # the driver's count
     if count and not torch.cuda.is_available():
+        reason = "no reason given"
         try:
             torch.cuda.init()
-            reason = "no reason given"
         except RuntimeError as error:
             reason = str(error)
         raise UserError(
             f"PyTorch {torch.__version__} cannot use the {plural(count, 'GPU')} of this machine: {reason[:300]} "
             "Update the driver, or install PyTorch for an older one: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
-            "./launch.sh --install, or set PYTHON to an environment of yours. To rehearse on CPU, set CUDA_VISIBLE_DEVICES=''"
+            "./launch.sh --install. To rehearse on CPU, set CUDA_VISIBLE_DEVICES=''"
         )
     return count
 
@@ -85,18 +85,6 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     raise UserError(f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'}. {hint}")
 
 
-def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
-    """Raises UserError if this machine's GPUs cannot compute what the arguments ask for."""
-    check_bf16(training_args, model_args, run.is_sharded, max(1, run.processes // run.nodes))
-    check_compilation(training_args, run)
-
-
-def check_compilation(training_args: TrainingArguments, run: Run) -> None:
-    """Raises UserError for layers that PyTorch's compiler cannot compile for the GPUs of a run."""
-    if training_args.torch_compile and training_args.torch_compile_backend == "inductor" and run.gpu.no_triton:
-        raise UserError(f"--torch_compile needs Triton, which cannot be used here: {run.gpu.no_triton}: leave out the flag")
-
-
 def check_one_gpu(training_args: TrainingArguments) -> None:
     """Raises UserError if this process, started without launch.sh, would train on several GPUs.
 
@@ -111,37 +99,30 @@ def check_one_gpu(training_args: TrainingArguments) -> None:
         )
 
 
-def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, gpus: int) -> None:
-    """Raises UserError for bf16 on a GPU that only emulates it; `torch.cuda.is_bf16_supported` accepts those.
+def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
+    """Raises UserError for bf16 on a GPU that only emulates it, slowly; `torch.cuda.is_bf16_supported` accepts those.
 
     The config, the recipe or a flag can set mixed precision. Without it the model computes in its own dtype.
     """
     if training_args.fp16 or not (training_args.bf16 or model_args.dtype == "bfloat16"):
         return
     advice = f"pass --bf16 false --fp16 true --dtype {'float16' if model_args.use_peft else 'float32'}"
-    if model_args.load_in_4bit and is_sharded:
+    if model_args.load_in_4bit and run.is_sharded:
         advice = "sharded 4-bit weights compute in bf16 only, so use other GPUs"
-    for index in range(min(gpus, torch.cuda.device_count())):
-        major, minor = torch.cuda.get_device_capability(index)
-        if major < 8:
-            raise UserError(
-                f"this run computes in bf16, but {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
-                f"no bf16 arithmetic: {advice}"
-            )
+    for index in range(min(max(1, run.processes // run.nodes), torch.cuda.device_count())):
+        if torch.cuda.get_device_capability(index) < (8, 0):
+            raise UserError(f"{torch.cuda.get_device_name(index)} has no bf16 arithmetic, which this run uses: {advice}")
 
 
 def check_shared_memory(run: Run) -> None:
-    """Raises UserError if /dev/shm is too small for the locks of the processes, and for NCCL's buffers of 33 MB each."""
+    """Raises UserError if /dev/shm is too small for NCCL's buffers of 33 MB for each process, without which a run hangs."""
     shm = Path("/dev/shm")
-    if not shm.is_dir():
-        return
-    needed = 1
+    needed = 1  # MB, for the locks of the processes
     if not run.on_cpu and run.processes > run.nodes and os.environ.get("NCCL_SHM_DISABLE") != "1":
         needed += 33 * (run.processes // run.nodes)
-    free = shutil.disk_usage(shm).free / 1e6
+    free = shutil.disk_usage(shm).free / 1e6 if shm.is_dir() else needed
     if free < needed:
-        advice = ", or set NCCL_SHM_DISABLE=1" if needed > 1 else ""
         raise UserError(
             f"/dev/shm has {free:.0f} MB free, {needed} MB are needed: delete old files there, or give the container more "
-            f"(docker run --shm-size=1g, or --ipc=host){advice}"
+            "(docker run --shm-size=1g, or --ipc=host), or set NCCL_SHM_DISABLE=1"
         )

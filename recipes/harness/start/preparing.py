@@ -30,18 +30,14 @@ from harness.start.arguments import Arguments
 import datasets
 import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from trl import DistillationConfig
 
 
 def check_all_arguments(run: Run, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
-    checks.check_arguments(arguments[1])
     checks.check_flags_have_effect(run, *arguments)
     checks.check_optimizer(arguments[1], run.config)
-    checks.check_loss(run, arguments[1])
-    checks.check_teacher_is_another(*arguments[1:])
-    if hasattr(arguments[1], "steps_per_generation") or isinstance(arguments[1], DistillationConfig):
-        checks.check_generation(*arguments[:2])
+    if hasattr(arguments[1], "num_generations"):
+        checks.check_generation(arguments[1])
 
 
 def set_model_options(run: Run, arguments: Arguments) -> None:

@@ -9,17 +9,15 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from harness import runs
-from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.hub import HubLost
 from harness.launched import end_of_imports, has_ended, record_end
-from harness.messages import UserError, exit_on_user_error, is_first_process, last_line
-from harness.run.failures import exit_for_known_failure, explain_missing_weights, raise_if_of_library
+from harness.messages import UserError, exit_on_user_error, is_first_process
+from harness.run.failures import exit_for_known_failure, raise_if_of_library
 from harness.run.trainer import RunTrainer
 from harness.runs import StartedRecipe
 from harness.signals import OUT_OF_TIME, SIGNALS, last_signal
@@ -62,10 +60,7 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
     path = recipe.run.recipe
     if isinstance(error, Exception):
         exit_for_known_failure(error)
-        if recipe.run.is_sharded and "Cannot copy out of meta tensor" in str(error):
-            raise UserError(f"{Path(path).name}: {explain_missing_weights('a second model')}") from error
         if not was_trained(recipe.trainer, error):
-            raise_if_rows_are_readable(recipe, error)
             raise_if_of_library(error, path)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
@@ -76,16 +71,6 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         trace = trace.tb_next
     sys.__excepthook__(type(error), error.with_traceback(trace), trace)
     sys.exit(1)
-
-
-def raise_if_rows_are_readable(recipe: StartedRecipe, error: Exception) -> None:
-    """Raises UserError if SFTTrainer fails on rows that `tokenize` should have made tokens: it says nothing of this function."""
-    frames = traceback.extract_tb(error.__traceback__)
-    is_of_trainer = any(frame.filename.endswith("trl/trainer/sft_trainer.py") and frame.name == "__init__" for frame in frames)
-    has_texts = recipe.arguments and recipe.run.data.formats  # a recipe for images names no format
-    if is_of_trainer and has_texts and not are_tokenized(recipe.arguments[1]):
-        name = Path(recipe.run.recipe).name
-        raise UserError(f"{name}: {NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
 
 
 def was_trained(trainer: Any, error: Exception) -> bool:

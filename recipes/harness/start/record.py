@@ -1,8 +1,8 @@
 """What run.json says about a start: the settings that are not defaults, and the command. Without tokens and passwords."""
 
 import argparse
+import contextlib
 import dataclasses
-import enum
 import hashlib
 import json
 import os
@@ -22,19 +22,13 @@ OFF = (None, False, "", "no", [])  # the parser changes some into others
 
 
 def plain(value: Any) -> Any:
-    """A value of an argument as JSON has it."""
-    if isinstance(value, enum.Enum):
-        return value.value
+    """A value of an argument as JSON has it; a list of one is what it contains, as TRL reads it."""
     if isinstance(value, str) and value.startswith("{"):  # the JSON of a flag
-        try:
-            return plain(json.loads(value))
-        except ValueError:
-            return value
-    if isinstance(value, dict):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple | set):
-        return plain(next(iter(value))) if len(value) == 1 else [plain(part) for part in value]  # as TRL reads a list of one
-    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return json.loads(json.dumps(value, default=str))
 
 
 def without_secrets(value: Any) -> Any:
@@ -71,5 +65,5 @@ def command_of(run: Run) -> str:
     return without_secrets(shlex.join(words))
 
 
-def digest_of_recipe(recipe: str) -> str:
-    return hashlib.sha256(Path(recipe).read_bytes()).hexdigest()[:8]
+def digest_of_file(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]

@@ -4,12 +4,10 @@ import argparse
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -21,11 +19,12 @@ from harness.compat.datasets import map_in_one_process
 from harness.data import reading
 from harness.hub import commit_of
 from harness.launched import launched
-from harness.messages import UserError, is_first_process, print_once
+from harness.messages import UserError, print_once
 from harness.model.gpu_features import find_gpu_features
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
 from harness.rehearsal import tiny
+from harness.restarts import CHOICE_OF_ROWS
 from harness.run import session
 from harness.run.prompts import SeenRows
 from harness.run.publishing import make_repository
@@ -48,13 +47,12 @@ from harness.start.preparing import (
     use_commit,
 )
 from harness.start.recipes import begin_process, report_failures_of, report_missing_train
-from harness.start.record import command_of, digest_of_recipe
+from harness.start.record import command_of, digest_of_file
 
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainingArguments, set_seed
 
-SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes find out whether they share a folder
 SECONDS_TO_SEE_IT = 75  # NFS can show a new file 60 s later (its option acdirmax)
 
 
@@ -90,7 +88,8 @@ class TrainedRecipe(StartedRecipe):
             on_cpu = machine.must_use_cpu(run, values)
         else:
             on_cpu = run.on_cpu or values.use_cpu
-            check_start_without_launcher(run, values, on_cpu)
+            if run.is_sharded:
+                print_once(f"warning: {', '.join(sorted(configs.OWN_KEYS))} of a config are read with ./launch.sh only.")
             if not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
                 print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
         machine.set_allocator(run, values)
@@ -158,37 +157,38 @@ def check_nodes_and_arguments(run: Run, arguments: Arguments) -> GpuFeatures:
 
 
 def claim_run(run: Run, arguments: Arguments) -> Claim:
-    """What the first process does: checks the run, locks its output directory and writes run.json.
+    """What the first process does: locks the output directory, checks the run and writes run.json.
 
     A run that continues uses the commit of its first start. Raises UserError for what the user can fix. Exits if the run is
     finished. Prints what differs from what was asked for.
     """
     _, training_args, model_args = arguments
-    output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == run.default_output_dir
+    output_dir = Path(training_args.output_dir)
     if not training_args.use_cpu:
-        machine.check_gpus(training_args, model_args, run)
+        machine.check_bf16(training_args, model_args, run)
     identity = identity_of_run(run, arguments)
-    folder.check_output_dir(output_dir, identity, is_default)
-    before = folder.read_json(output_dir / folder.RUN)
-    if folder.has_trained(output_dir) and before.get("commit"):
+    folder.acquire(run.lock)
+    before = folder.read_json(output_dir / folder.RUN, "config", "sharded", "data_files", "settings")
+    is_another = any(before.get(name) != value for name, value in identity.items())
+    if run.tiny and before and is_another and training_args.output_dir == run.default_output_dir:
+        folder.delete_training(output_dir)
+        print_once(f"The earlier rehearsal in {output_dir} was deleted: it is another one.")
+    folder.check_same_run(output_dir, before, identity)
+    folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
+    if before.get("commit") and folder.has_trained(output_dir):
         use_commit(arguments, before["commit"], before.get("teacher_commit"))
     check_model_and_dataset(run, arguments)
     if run.repository and not run.tiny:
         make_repository(run.repository)
-    if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
-        folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
 
-    commit = model_args.model_revision
+    commit, teacher_commit = model_args.model_revision, None
     if model_args.model_name_or_path and not run.tiny:
         commit = commit_of(model_args.model_name_or_path, commit)
-    teacher_commit = None
     if (teacher := getattr(training_args, "teacher_model_name_or_path", None)) and not run.tiny:
         teacher_commit = commit_of(teacher, training_args.teacher_model_revision or "main")
     date = (folder.date_of(before) or datetime.now()).isoformat(timespec="seconds")
-    of_start = {"date": date, "commit": commit, "command": command_of(run)}
-    if teacher_commit:
-        of_start["teacher_commit"] = teacher_commit
-    folder.claim_output_dir(run.lock, identity | of_start, is_default)
+    of_start = {"date": date, "commit": commit, "teacher_commit": teacher_commit, "command": command_of(run)}
+    folder.write_run(output_dir, before, identity | of_start)
     print_differences(run, arguments)
     return Claim(date, commit, teacher_commit)
 
@@ -205,69 +205,43 @@ def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] 
             features = find_gpu_features()
     except UserError as error:
         features = GpuFeatures([], problem=str(error))
-    paths = [Path(path) for path in (run.recipe, run.config.path) if path]
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in paths}
-    return {"host": platform.node(), "command": sys.argv[1:], "files": files, "features": list(features)}
+    files = {Path(path).name: digest_of_file(path) for path in (run.recipe, run.config.path) if path}
+    return {"host": platform.node(), "start": f"{sys.argv[1:]} {files}", "features": list(features)}
 
 
 def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures:
-    """What the GPUs of all nodes can. Raises UserError if nodes were started differently."""
+    """What the GPUs of all nodes can. Raises UserError if a node has a problem, or was started with other flags or files."""
     nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args)]
-    for number, node in enumerate(nodes):
-        place = f"node {number} ({node['host']}): " if len(nodes) > 1 else ""
-        if problem := GpuFeatures(*node["features"]).problem:
-            raise UserError(f"{place}{problem}")
-        for fact in ("command", "files"):
-            if node[fact] != nodes[0][fact]:
-                raise UserError(
-                    f"{place}was started with other {'flags' if fact == 'command' else 'files'} than {nodes[0]['host']}: "
-                    f"{node[fact]}, there {nodes[0][fact]}: start all nodes with the same command and the same files"
-                )
     common = GpuFeatures(*nodes[0]["features"])
-    for node in nodes[1:]:
+    for node in nodes:
         features = GpuFeatures(*node["features"])
+        problem = features.problem
+        if node["start"] != nodes[0]["start"]:
+            problem = f"started with {node['start']}, {nodes[0]['host']} with {nodes[0]['start']}: start all nodes alike"
+        if problem:
+            raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
         attention = [name for name in common.attention if name in features.attention]
         common = GpuFeatures(attention, common.no_triton or features.no_triton)
     return common
 
 
 def check_folder_is_shared(output_dir: Path) -> None:
-    """Raises UserError unless all nodes see a file that the first process makes there, and removes. Collective."""
-    file = Path(answer_of_first("shared folder", lambda: make_file(output_dir)))
+    """Raises UserError unless all nodes see the run.json that the first process has written. Collective.
+
+    Otherwise their checkpoints could not be put together.
+    """
     deadline = time.monotonic() + SECONDS_TO_SEE_IT
-    while not (sees := file.exists()) and time.monotonic() < deadline:
+    file = output_dir / folder.RUN
+    written = answer_of_first("shared folder", lambda: digest_of_file(str(file)))
+    while not (sees := file.is_file() and digest_of_file(str(file)) == written) and time.monotonic() < deadline:
         time.sleep(0.5)
         with contextlib.suppress(OSError):  # the folder is not there
             os.scandir(output_dir).close()
     if not all(gather_object([sees])):
         raise UserError(
-            f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
-            "pass a folder on a file system that all nodes share, or --save_strategy no"
+            f"--output_dir: {output_dir} is not the same folder on all nodes: pass a folder on a file system that all nodes "
+            "share, or --save_strategy no"
         )
-    if is_first_process():
-        file.unlink()
-
-
-def make_file(output_dir: Path) -> str:
-    with tempfile.NamedTemporaryFile(dir=output_dir, prefix=SEEN_BY_ALL, delete=False) as file:
-        return file.name
-
-
-def check_start_without_launcher(run: Run, values: argparse.Namespace, on_cpu: bool) -> None:
-    """Raises UserError for a run on GPUs that are not there. Prints what is not checked."""
-    if values.bf16 and not on_cpu and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        raise UserError(
-            "this machine has no GPU that PyTorch can use: pass --use_cpu to train on the CPU, or rehearse the recipe: "
-            f"./launch.sh --tiny {Path(run.recipe).stem} CONFIG"
-        )
-    if not run.is_sharded:
-        return
-    if not on_cpu and not torch.cuda.is_available():
-        raise UserError("this machine has no GPU that PyTorch can use, and the config is for GPUs: pass --use_cpu")
-    print_once(
-        f"warning: `accelerate launch` does not pass on the keys {', '.join(sorted(configs.OWN_KEYS))} of a config, so they are "
-        "not read: if yours has one of them, start the recipe with ./launch.sh"
-    )
 
 
 def print_differences(run: Run, arguments: Arguments) -> None:
@@ -282,26 +256,21 @@ def print_differences(run: Run, arguments: Arguments) -> None:
 def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     """The content of run.json."""
     script_args, _, model_args = arguments
-    of_mixture = {}
     sources = run.data.sources
-    if run.data.is_mixture:
-        of_mixture["datasets"] = [reading.absolute_name(source.name) for source in sources]
-        of_mixture["dataset_weights"] = [round(source.weight, 9) for source in sources]
     identity = {
         "recipe": Path(run.recipe).stem,
         "config": run.config.name,
         "model": model_args.model_name_or_path,
-        "dataset": run.data.display_name if of_mixture or not sources else reading.absolute_name(sources[0].display_name),
-        **of_mixture,
-        "dataset_config": None if of_mixture else script_args.dataset_config,
-        "dataset_train_split": script_args.dataset_train_split,
+        "dataset": run.data.display_name,
+        "datasets": [reading.absolute_name(source.name) for source in sources],
+        "dataset_weights": [round(source.weight, 9) for source in sources],
         "sharded": run.is_sharded,
         "tiny": run.tiny,
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
-        "recipe_digest": digest_of_recipe(run.recipe),
+        "recipe_digest": digest_of_file(run.recipe),
         "settings": run.settings,
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
-        **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
+        **{name: getattr(script_args, name) for name in CHOICE_OF_ROWS},
     }
     return json.loads(json.dumps(identity))  # as it is in the file, with which it is compared

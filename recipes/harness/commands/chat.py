@@ -18,8 +18,6 @@ from harness.messages import UserError, exit_on_user_error, one_message, print_o
 def main(*words: str) -> None:
     """Answers every line of standard input, or continues it if the model was not trained on conversations."""
     parsed = arguments.chat().read(words)
-    from harness.run.parameters import base_of, can_generate
-
     from transformers import BatchFeature
 
     images = [{"bytes": None, "path": str(path.absolute())} for path in parsed.image or []]
@@ -34,8 +32,6 @@ def main(*words: str) -> None:
     system = prompt.get("system") if parsed.system is None else parsed.system
     start = [{"role": "system", "content": system}] if system else []
     model = load_model(parsed.run)
-    if not can_generate(base_of(model)):
-        raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
     turns = list(start)
     print_once(f"{parsed.run} is loaded on {model.device}. `exit` ends.")
     if is_chat:

@@ -6,12 +6,10 @@ A LoRA adapter is added to the model it was trained on, with one file of it in m
 of an unfinished run is put together.
 """
 
-import functools
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +175,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     is_other = any(part.startswith("lora_") for part in parts - {"lora_A", "lora_B"}) or any(quantized.values())
     quantized = {} if uses_original else quantized
     if unties or is_other or settings.target_parameters or settings.fan_in_fan_out or settings.alpha_pattern:
-        trained = {}
-        for name, is_transposed in quantized.items():
-            trained[name] = functools.partial(how.as_trained, is_transposed=is_transposed)
-        merge_in_memory(base, settings, adapter, unties, trained).save_pretrained(target)
+        merge_in_memory(base, settings, adapter, unties, how, quantized).save_pretrained(target)
     else:
         changes = changed_weights(adapter, settings)
         files = weight_files(base)
@@ -243,12 +238,12 @@ def copy_other_files(base: Path, run: Path, target: Path) -> None:
 
 
 def merge_in_memory(
-    base: Path, settings: Any, adapter: dict[str, Any], unties: bool, trained: dict[str, Callable[[Any], Any]]
+    base: Path, settings: Any, adapter: dict[str, Any], unties: bool, how: Any, quantized: dict[str, bool]
 ) -> Any:
     """The model that PEFT has merged, which needs all of it in memory.
 
     `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
-    they are different weights now. `trained`: for each weight that was quantized, what makes of it the one that was trained on.
+    they are different weights now. `how`, `quantized`: the `TrainedQuantization`, and the weights that it quantized.
     """
     from harness.model.weight_files import class_of_model
 
@@ -257,9 +252,9 @@ def merge_in_memory(
     from transformers import AutoConfig
 
     model = class_of_model(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto")
-    for name, as_trained in trained.items():
+    for name, is_transposed in quantized.items():
         weight = model.get_parameter(name)
-        weight.data = as_trained(weight.data).to(weight.dtype).contiguous()
+        weight.data = how.as_trained(weight.data, is_transposed).to(weight.dtype).contiguous()
     if unties:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())

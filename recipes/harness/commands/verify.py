@@ -155,11 +155,11 @@ def check_loss(
         expected = held_out.results.get(f"eval_{label}_loss" if label else "eval_loss")
         if expected is None or not held_out.results.get("loss_is_cross_entropy"):
             expected = saved.get(label)
-        if expected is None:
-            checks.append(Check(str(model), what, "", f"{found:.4f}", "", "not checked"))
-        else:
+        result = "not checked"
+        if expected is not None:
+            expected = round(expected, 4)
             result = "ok" if abs(found - expected) <= tolerance else "FAILED"  # also for NaN
-            checks.append(Check(str(model), what, f"{expected:.4f}", f"{found:.4f}", f"±{tolerance}", result))
+        checks.append(Check(str(model), what, str(expected), f"{found:.4f}", f"±{tolerance}", result))
     return checks
 
 

@@ -57,7 +57,6 @@ class Progress(TrainerCallback):
         self.running_since: float | None = None  # None before the first step of an epoch
         self.first_step = 0
         self.began = time.monotonic()
-        self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
         # At the last log.
         self.logged = 0  # tokens, or rows without any
         self.logged_seconds = 0.0
@@ -79,8 +78,6 @@ class Progress(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.running_since is None:
             self.running_since = time.monotonic()
-        if self.steps_began is None:
-            self.steps_began = self.running_since
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._log_with_checkpoint(args, state, control)
@@ -90,7 +87,7 @@ class Progress(TrainerCallback):
         self.seconds += now - self.running_since
         self.running_since = now
         steps = state.global_step - self.first_step
-        self.seconds_left = (now - self.steps_began) / steps * (state.max_steps - state.global_step)
+        self.seconds_left = self.seconds / steps * (state.max_steps - state.global_step)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._log_with_checkpoint(args, state, control)

@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import sys
+from collections import Counter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of
@@ -89,9 +90,9 @@ def measure_process() -> dict[str, float]:
 
 def measure_memory(processes: list[dict[str, float]]) -> dict[str, float]:
     """The largest peaks: of a process on its GPU, and of a node in host memory. `processes`: of `measure_process`."""
-    of_nodes: dict[float, float] = {}
+    of_nodes = Counter()
     for process in processes:
-        of_nodes[process["node"]] = of_nodes.get(process["node"], 0) + process["host"]
+        of_nodes[process["node"]] += process["host"]
     return {
         "num_nodes": len(of_nodes),
         "peak_gpu_gb": round(max(process["gpu"] for process in processes) / 1e9, 3),

@@ -98,8 +98,10 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
             model.save_pretrained(draft, state_dict=state)
             model.config.dtype = original.dtype  # in training the weights are float32
             model.config.save_pretrained(draft)
-            if has_vision_part(original):
-                copy_processor(original.name_or_path, revision_of(trainer.args) or "main", draft)
+            # A trainer on texts has loaded only the tokenizer. Files that are missing, or cannot be downloaded now, are left out.
+            for file in PROCESSOR if has_vision_part(original) else ():
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(cached_file(original.name_or_path, file, revision=revision_of(trainer.args)), draft / file)
         elif is_of_another_library(model):
             model.save_pretrained(str(draft))
         else:
@@ -111,16 +113,6 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
             raise RuntimeError(f"the saved model does not have the weights that were trained: {problem}")
         move_files(draft, output_dir)
     trainer.accelerator.wait_for_everyone()
-
-
-def copy_processor(name: str, revision: str, folder: Path) -> None:
-    """Copies the image and video processors of a model: a trainer on texts has loaded only the tokenizer.
-
-    `name`: of the original model, a folder or a Hub ID. Files that do not exist, or cannot be downloaded now, are left out.
-    """
-    for file in PROCESSOR:
-        with contextlib.suppress(OSError):  # the model is trained, whatever happens here
-            shutil.copyfile(cached_file(name, file, revision=revision), folder / file)
 
 
 def move_files(draft: Path, output_dir: Path) -> None:

@@ -38,7 +38,7 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir):
     assert losses(run) == losses(uninterrupted) and read(run)["eval_loss"] == read(uninterrupted)["eval_loss"]
 
 
-def test_saved_model_reads_images(rehearse, tmp_path, capsys, error_of):
+def test_saved_model_reads_images(rehearse, tmp_path, capsys):
     """The processor is saved with its limit, also merged; --verify computes the loss of the run; an image can be asked about."""
     from harness.commands import verify
 
@@ -48,8 +48,6 @@ def test_saved_model_reads_images(rehearse, tmp_path, capsys, error_of):
     assert verify.main(str(run), str(tmp_path / "merged"), "--json") == 0
     checks = json.loads(capsys.readouterr().out)
     assert [check["result"] for check in checks] == ["ok"] * 4
-    (tmp_path / "mine.gguf").touch()
-    assert "reads no images with a GGUF file" in error_of(verify.main, str(run), str(tmp_path / "mine.gguf"))
     for folder in (run, tmp_path / "merged"):
         assert AutoProcessor.from_pretrained(folder).image_processor.size["longest_edge"] == 64 * 64
     samples = (run / "samples.txt").read_text()

@@ -95,14 +95,6 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     assert trainer.state.global_step == 0
 
 
-def test_offloaded_activations_change_no_loss(rehearse, tmp_path):
-    settings = yaml.safe_load((ROOT / "accelerate_configs/1x3090_offload.yaml").read_text())
-    settings["fsdp_config"]["fsdp_activation_checkpointing_offload"] = True
-    config = tmp_path / "offload.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    assert losses(rehearse(RECIPE, config)) == losses(rehearse(RECIPE, "1x3090_offload"))
-
-
 @pytest.fixture
 def one_process():
     """A mesh of this process alone."""
@@ -162,14 +154,9 @@ def test_compiled_layers(rehearse, build_trainer):
     assert losses(run) == losses(rehearse(RECIPE, "1x3090_offload")) and (run / "model.safetensors").is_file()
 
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
     trainer = build_trainer(RECIPE, "--torch_compile", "true", "--torch_compile_backend", "eager")
     prepare_sharding(trainer, AccelerateConfig())
-    trainer.args.torch_compile_backend = backend
+    trainer.args.torch_compile_backend = lambda graph, inputs: graphs.append(graph) or graph.forward
     compile_layers(trainer)
     assert trainer.accelerator.prepare_model(trainer.model) is trainer.model and len(transformer_layers(trainer.model)) == 2
     trainer.model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
@@ -181,35 +168,24 @@ def quantized_model():
     """Makes a model with one layer, which has one 4-bit weight."""
     from bitsandbytes.nn import Linear4bit
 
-    class Layer(torch.nn.Module):
+    class Layer(torch.nn.Sequential):
         def __init__(self):
             super().__init__()
             self.linear = Linear4bit(64, 64, compute_dtype=torch.float32, quant_storage=torch.float32)
 
-        def forward(self, x):
-            return self.linear(x)
-
-    class Model(torch.nn.Module):
+    class Model(torch.nn.Sequential):
         _no_split_modules = ("Layer",)
 
         def __init__(self):
             super().__init__()
             self.layer = Layer()
 
-        def forward(self, x):
-            return self.layer(x)
-
     yield lambda: Model().to("cpu")
     torch.compiler.set_stance("default")
 
 
-def test_changed_4bit_weights_stop_the_run(capsys, quantized_model):
+def test_changed_4bit_weights_stop_the_run(quantized_model):
     """One bit is flipped between loading and the first forward pass."""
-    model = quantized_model()
-    install_byte_check(model)
-    assert model(torch.ones(1, 64)).shape == (1, 64)
-    assert "kept the 4-bit weights: 1 compared" in capsys.readouterr().out
-
     model = quantized_model()
     install_byte_check(model)
     model.layer.linear.weight.data.view(torch.uint8)[100] ^= 1
@@ -220,12 +196,7 @@ def test_changed_4bit_weights_stop_the_run(capsys, quantized_model):
 def test_4bit_layers_are_compiled_after_the_comparison(capsys, quantized_model):
     """A layer that is compiled before keeps the hooks of the comparison in its graph."""
     model, graphs = quantized_model(), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    model.layer.compile(backend=backend)
+    model.layer.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     install_byte_check(model)
     model(torch.ones(1, 64))
     assert "1 compared byte for byte" in capsys.readouterr().out and not graphs
@@ -298,16 +269,8 @@ def test_gathers_of_frozen_head_and_embedding(rehearse):
 
     TRL's loss would all-gather a sharded head for every micro-batch, as a DTensor, and FSDP the embedding in backward passes too.
     """
-    flags = [
-        "--use_peft",
-        "--model_name_or_path",
-        "meta-llama/Llama-3.1-8B",
-        "--max_steps",
-        "2",
-        "--gradient_accumulation_steps",
-        "3",
-    ]
-    flags += ["--save_strategy", "no", "--eval_strategy", "no"]
+    flags = ["--use_peft", "--model_name_or_path", "meta-llama/Llama-3.1-8B", "--max_steps", "2"]
+    flags += ["--gradient_accumulation_steps", "3", "--save_strategy", "no", "--eval_strategy", "no"]
     run = rehearse(ROOT / "tests/run/count_collectives.py", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
     counted = read(run, "collectives.json")
     kinds = [[kind for kind, _, size in step if size == counted["head"]] for step in counted["steps"]]

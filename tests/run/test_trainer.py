@@ -15,7 +15,7 @@ import pytest
 import torch
 from runs import add_parts, train
 from torch.utils.data import DataLoader
-from trl import SFTTrainer, SyncRefModelCallback
+from trl import SFTTrainer
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -73,15 +73,6 @@ def test_run_that_changes_no_weight_is_an_error(build_trainer, rate):
     with contextlib.nullcontext() if rate else pytest.raises(UserError, match="no trained weight has changed"):
         train(trainer)
     assert Path(trainer.args.output_dir, "model.safetensors").exists() == bool(rate)
-
-
-def test_reference_model_that_moves_is_in_no_checkpoint(build_trainer, error_of):
-    """A resumed run would compare with the first one again."""
-    trainer = build_trainer("qwen2_chat")
-    trainer.add_callback(SyncRefModelCallback(ref_model=trainer.model, accelerator=None))
-    assert error_of(session.check_trainer, trainer).startswith("--sync_ref_model: ")
-    trainer.args.save_strategy = "no"
-    session.check_trainer(trainer)
 
 
 @pytest.mark.parametrize(

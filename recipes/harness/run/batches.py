@@ -103,9 +103,10 @@ class AgreedReader(TrainerCallback):
         if not self.exit_code:
             return 0
         reason = max(gather_object([self.error]), key=len)
-        hint = f"Step {self.saved_step} is saved" if self.saved_step else "There is no checkpoint yet"
-        if self.saved_step and self.exit_code == OUT_OF_TIME:  # a file that was mended has changed, so the command is refused
-            hint = f"The same command resumes from step {self.saved_step}"
-        kind = "" if self.exit_code == OUT_OF_TIME else "error: "
-        print_once(f"\n{kind}Stopped at step {self.trainer.state.global_step}: {reason}. {hint}.")
+        kind = hint = ""
+        if self.exit_code != OUT_OF_TIME:  # a file that was mended has changed, so the same command would be refused
+            kind = "error: "
+        elif self.saved_step:
+            hint = f" The same command resumes from step {self.saved_step}."
+        print_once(f"\n{kind}Stopped at step {self.trainer.state.global_step}: {reason}.{hint}")
         return self.exit_code

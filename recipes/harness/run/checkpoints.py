@@ -59,19 +59,12 @@ class Checkpoints(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
-        is_gone = state.best_global_step and not (self.output_dir / f"checkpoint-{state.best_global_step}").is_dir()
-        if args.load_best_model_at_end and is_gone:
-            print_once(
-                f"warning: the best evaluation was that of step {state.best_global_step}, whose checkpoint is gone: the best one "
-                "from here on takes its place"
-            )
+        if args.load_best_model_at_end and not state.best_model_checkpoint:  # the best one from here on takes its place
             state.best_metric = state.best_global_step = None
 
     def before_save(self, checkpoint: Path) -> None:
         """Deletes old checkpoints, and marks the new one as incomplete. Collective."""
         process = PartialState()
-        if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
-            raise FileNotFoundError(self.output_dir)
         folder.remove_link(self.output_dir / "README.md")  # TRL writes it with every checkpoint
         # transformers only updates those of the callbacks that the run began with.
         stateful = [*callbacks_with_state(self.trainer), self.trainer.control]
@@ -145,20 +138,19 @@ def recover_checkpoints(args: TrainingArguments) -> Path | None:
     output_dir = Path(args.output_dir)
     process = PartialState()
     process.wait_for_everyone()
+    found = folder.checkpoints(output_dir)  # the newest first
     # A network file system can show the nodes different folders for a while, so the first process lists them.
-    listed = broadcast_object_list([[(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)]])[
-        0
-    ]  # newest first
-    incomplete = [output_dir / name for name, is_not_complete in listed if is_not_complete]
+    found, incomplete = broadcast_object_list([found, [path for path in found if is_incomplete(path)]])
     damaged = {}
     complete = None
-    for path in (output_dir / name for name, is_not_complete in listed if not is_not_complete):
+    for path in found:
+        if complete or path in incomplete:
+            continue
         own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
-        damage = max(gather_object([own_damage]), key=len)  # "" if no process has found any
-        if not damage:
+        if damage := max(gather_object([own_damage]), key=len):  # "" if no process has found any
+            damaged[path] = damage
+        else:
             complete = path
-            break
-        damaged[path] = damage
     # The second checkpoint is only begun when the first is complete.
     if complete is None and (damaged or len(incomplete) > 1):
         reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()) or "all are incomplete"

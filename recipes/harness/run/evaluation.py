@@ -1,6 +1,5 @@
 """The evaluation of a run: means over tokens or rows, and the metric that chooses the best checkpoint."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from harness.run.progress import size_of
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import IterableDataset
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import DPOConfig
 
@@ -32,7 +31,7 @@ def step_of_saved_model(trainer: Trainer) -> int:
     return folder.step_of(Path(best)) if best else trainer.state.global_step
 
 
-class EvaluationBatches(Sampler[range]):
+class EvaluationBatches(list[range]):
     """The evaluation rows of a process: in each step as many as the others have, and no row twice.
 
     accelerate completes the last batch with the first rows, which would count twice. Here the last rows, fewer than processes,
@@ -40,20 +39,14 @@ class EvaluationBatches(Sampler[range]):
     """
 
     def __init__(self, rows: int, size: int, processes: int, process: int) -> None:
-        self.batches: list[range] = []
         first = 0
         while rows - first >= processes:
             count = min(size, (rows - first) // processes)
-            self.batches.append(range(first + process * count, first + (process + 1) * count))
+            self.append(range(first + process * count, first + (process + 1) * count))
             first += processes * count
-        self.shared = range(len(self.batches), len(self.batches) + len(range(first, rows, size)))
-        self.batches += [range(start, min(start + size, rows)) for start in range(first, rows, size)]
-
-    def __iter__(self) -> Iterator[range]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        steps = len(self)
+        self.extend(range(start, min(start + size, rows)) for start in range(first, rows, size))
+        self.shared = range(steps, len(self))
 
 
 def read_equally(trainer: Trainer, loader: DataLoader) -> DataLoader:
@@ -103,7 +96,7 @@ class Means:
     def sizes(self, batch: Any) -> Sizes:
         """What `add` needs of the next batch; before its loss is computed, which may change the batch."""
         loss = self.trainer.parts.loss
-        count = len(self.batches.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
+        count = len(self.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
         rows = torch.tensor(float(count), device=self.trainer.accelerator.device)
         tokens = loss.tokens(batch)
         if isinstance(self.trainer.args, DPOConfig):  # the chosen answers first

@@ -72,14 +72,12 @@ def prepare_loss(trainer: Trainer) -> Loss:
     loss.shifts_labels = is_of_sft or (
         LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
     )
+    is_over_rows = trainer.loss_is_scaled_for_ga is False or getattr(trainer, "loss_is_mean_over", None) == "rows"
+    loss.unit = "row" if is_over_rows or trains_on_rewards(trainer) else "token"
+    loss.is_right = is_of_sft or trainer.loss_is_scaled_for_ga is not None
     if is_of_sft:
         trainer.model_accepts_loss_kwargs = True  # it divides by the tokens of the step with every model
-        loss.unit = "token"
-    elif trainer.loss_is_scaled_for_ga is not None:
-        loss.unit = "token" if trainer.loss_is_scaled_for_ga and not trains_on_rewards(trainer) else "row"
-    else:
-        loss.unit = "row" if getattr(trainer, "loss_is_mean_over", None) == "rows" else "token"
-        loss.is_right = False
+    elif not loss.is_right:
         trainer.loss_is_scaled_for_ga = True
     return loss
 

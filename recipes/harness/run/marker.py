@@ -57,14 +57,16 @@ def delete(checkpoint: Path) -> None:
 
 def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, Entry]:
     """Waits until the files whose names `is_mine` accepts are on the disk; returns their entries in the marker by name."""
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name not in (COMPLETION_MARKER, WRITING)]
-    names = [path.relative_to(checkpoint).as_posix() for path in files]
-    own = {name: path for name, path in zip(names, files, strict=True) if is_mine(name)}
+    own = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and path.name not in (COMPLETION_MARKER, WRITING) and is_mine(name):
+            own[name] = path
     with ThreadPoolExecutor() as pool:
         syncs = pool.map(sync, own.values())
-        checksums = list(pool.map(checksum_of_file, own.values()))
+        checksums = pool.map(checksum_of_file, own.values())
         list(syncs)  # raises their errors
-    return {name: [path.stat().st_size, checksum] for (name, path), checksum in zip(own.items(), checksums, strict=True)}
+        return {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
 
 
 def write_marker(checkpoint: Path, content: dict) -> None:
@@ -97,10 +99,8 @@ def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: 
             path = checkpoint / name
             if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(checkpoint)):
                 return f"{name} is outside of the checkpoint"
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size:,} bytes, it had {size:,}"
+            if not path.is_file() or path.stat().st_size != size:
+                return f"{name} is missing, or does not have its {size:,} bytes"
         with ThreadPoolExecutor() as pool:
             checksums = {name: pool.submit(checksum_of_file, checkpoint / name) for name in files if is_mine(name)}
         for name, checksum in checksums.items():

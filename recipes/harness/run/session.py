@@ -46,7 +46,7 @@ from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
-from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig, SyncRefModelCallback
+from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
 
 
 def run_training(trainer: Trainer, run: Run) -> None:
@@ -171,19 +171,12 @@ def check_trainer(trainer: Trainer) -> None:
             "no parameter of the model is trained: an adapter that PeftModel.from_pretrained loads needs is_trainable=True, and "
             "requires_grad_(False) leaves nothing to train"
         )
-    moves = any(isinstance(callback, SyncRefModelCallback) for callback in trainer.callback_handler.callbacks)
-    if moves and trainer.args.save_strategy != "no":
-        raise UserError(
-            "--sync_ref_model: the reference model moves, and no checkpoint has it, so a run that resumes would compare with "
-            "another one: leave it out, or pass --save_strategy no"
-        )
     if writes_answers(trainer):
         check_prompts(trainer)
     for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
         is_other = isinstance(other, torch.nn.Module) and name not in ("model", "model_wrapped")
         if is_other and any(weight.is_meta for weight in other.parameters()):
-            hint = ", or pass --use_peft, which needs no second model" if name == "ref_model" else ""
-            raise UserError(explain_missing_weights(name) + hint)
+            raise UserError(explain_missing_weights(name))
 
 
 def report_dropped_rows(trainer: Trainer) -> None:

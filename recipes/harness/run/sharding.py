@@ -107,13 +107,13 @@ def set_layer_classes(trainer: Trainer) -> None:
     """Names the layer classes to wrap. accelerate 1.15 fails for a model that also lists layers it does not have."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is None:
-        layers = list(transformer_layers(trainer.model).values())
-        if isinstance(trainer.processing_class, ProcessorMixin):
-            # A frozen part that reads images is gathered with the outermost module: a process whose rows have no images skips
-            # its layers, and would not take part in their all-gathers.
-            layers = [layer for layer in layers if any(weight.requires_grad for weight in layer.parameters())] or layers
-        names = {type(layer).__name__ for layer in layers}
-        plugin.transformer_cls_names_to_wrap = sorted(names)
+        layers = transformer_layers(trainer.model).values()
+        trained = [layer for layer in layers if any(weight.requires_grad for weight in layer.parameters())]
+        # A frozen part that reads images is gathered with the outermost module: a process whose rows have no images skips its
+        # layers, and would not take part in their all-gathers.
+        if trained and isinstance(trainer.processing_class, ProcessorMixin):
+            layers = trained
+        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
 
 
 def separate_untied_weights(trainer: Trainer) -> None:
@@ -204,10 +204,8 @@ class AfterWrapping(TrainerCallback):
                 return_float32(model)
             head = model.get_output_embeddings()
             embedding = model.get_input_embeddings()
-            is_tied = head is not None and head.weight is getattr(embedding, "weight", None)
-            if head is not None and not is_tied:
+            if getattr(head, "weight", None) is not embedding.weight:  # tied ones are one FSDP unit
                 keep_head_gathered(model, head)
-            if not is_tied:  # tied ones are one FSDP unit
                 skip_frozen_embedding_in_backward(embedding)
         show_saved_buffers(self.hidden)
 
@@ -259,7 +257,7 @@ def gather_experts_early(model: FSDPModule) -> None:
             layer.set_modules_to_forward_prefetch([following])
 
 
-def keep_head_gathered(model: FSDPModule, head: torch.nn.Module) -> None:
+def keep_head_gathered(model: FSDPModule, head: torch.nn.Module | None) -> None:
     """All-gathers an output head that is an FSDP unit of its own, before TRL's loss reads its weight without FSDP's hooks.
 
     A sharded head would be all-gathered for every micro-batch, its gradient would not be reduced, and with offload the loss would

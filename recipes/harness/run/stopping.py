@@ -159,8 +159,7 @@ class StopOnNan(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Stops the run, on all processes, if a trained weight is NaN or infinite."""
-        trained = filter(attrgetter("requires_grad"), model.parameters())
-        is_finite = all(bool(local_tensor(weight.detach()).isfinite().all()) for weight in trained)
+        is_finite = all(map(math.isfinite, sums_of_trained(model)))
         if not all(gather_object([is_finite])):
             self._stop("some trained weights are NaN or infinite", state)
 

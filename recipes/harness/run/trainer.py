@@ -126,8 +126,6 @@ class RunTrainer(TrainerWithHooks):
         return output
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict, *args: object, **kwargs: object) -> tuple:
-        if self.means is None:
-            return super().prediction_step(model, inputs, *args, **kwargs)
         sizes = self.means.sizes(inputs)  # before the loss takes the labels out
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         self.means.add(sizes, loss)

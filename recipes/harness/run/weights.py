@@ -31,7 +31,6 @@ class WeightsOfModel:
         self.is_of_transformers = isinstance(model, PreTrainedModel)
         self.adapter = model.active_adapters[0] if isinstance(model, PeftModel) else None
         state = model.state_dict(keep_vars=True)
-        self.others = {*state, *dict(model.named_buffers())}  # names that a checkpoint can have too
         if self.adapter:
             state = get_peft_model_state_dict(model, adapter_name=self.adapter, save_embedding_layers=False)
         self.shapes: Shapes = {name: list(weight.shape) for name, weight in state.items()}
@@ -51,12 +50,11 @@ class WeightsOfModel:
             return "it has no adapter"
         if saved is None or not self.is_known:
             return ""
-        if self.is_of_transformers and are_converted(self.others, saved):  # see `load_converted`
+        if self.is_of_transformers and are_converted(self.shapes, saved):  # see `load_converted`
             values = sum(map(math.prod, saved.values()))
             return f"it has {values:,} values, {self.trained_values:,} are trained" if values < self.trained_values else ""
         problems = {
             "it lacks": [min(names) for names in self.names if not names & saved.keys()],
-            "the model lacks": saved.keys() - self.shapes.keys() - self.others,
             "of another shape:": [name for name in saved if self.shapes.get(name, saved[name]) != saved[name]],
         }
         return "; ".join(f"{words} {first_and_others(names)}" for words, names in problems.items() if names)
@@ -67,20 +65,14 @@ def check_saved_weights(checkpoint: Path, weights: WeightsOfModel) -> None:
 
     Otherwise a run would resume with some weights as they were before the training, or states of the optimizer of others.
     """
-    trained = read_marker(checkpoint)["trained"]
     problem = weights.problem(checkpoint)
-    if not problem and trained != weights.trained:  # the states of the optimizer are in this order
-        differing = {*trained} ^ {*weights.trained}
-        problem = "the run trained " + (f"others: {first_and_others(differing)}" if differing else "them in another order")
+    if not problem and read_marker(checkpoint)["trained"] != weights.trained:
+        problem = "the run trained other ones, or in another order"
     if problem:
-        raise UserError(explain_other_weights(checkpoint, problem))
-
-
-def explain_other_weights(checkpoint: Path, problem: str) -> str:
-    return (
-        f"--output_dir: the weights in {checkpoint} are not those of this model: {problem}. Use the recipe, the model and the "
-        "versions of the libraries that the run began with, or choose another --output_dir"
-    )
+        raise UserError(
+            f"--output_dir: the weights in {checkpoint} are not those of this model: {problem}. Use the recipe, the model and "
+            "the versions of the libraries that the run began with, or choose another --output_dir"
+        )
 
 
 def first_and_others(names: Iterable[str]) -> str:
@@ -116,7 +108,7 @@ def are_converted(names: Iterable[str], saved: Shapes) -> bool:
 def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
     """Loads an unsharded checkpoint if `from_pretrained` must convert its names, with which `Trainer` would load nothing.
 
-    Returns whether it did. Raises UserError if the checkpoint lacks weights, or has others.
+    Returns whether it did. Raises RuntimeError if the checkpoint lacks weights, or has others.
     """
     saved = shapes_of_files(checkpoint)
     is_sharded = (checkpoint / folder.SHARDED).is_dir()
@@ -127,6 +119,6 @@ def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
             checkpoint, config=copy.deepcopy(model.config), dtype=torch.float32, device_map={"": "cpu"}, output_loading_info=True
         )
     if differing := {*found["missing_keys"], *found["unexpected_keys"]}:
-        raise UserError(explain_other_weights(checkpoint, first_and_others(differing)))
+        raise RuntimeError(f"{checkpoint} lacks weights of this model, or has others: {first_and_others(differing)}")
     model.load_state_dict(loaded.state_dict())
     return True

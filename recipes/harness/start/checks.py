@@ -58,6 +58,7 @@ REFUSED = {
     "--resume_from_checkpoint": "the same command resumes from the newest checkpoint in --output_dir",
     "--save_only_model": "without the optimizer the run could not resume",
     "--save_total_limit 1": "the last checkpoint would be deleted before the next one is complete: pass 2 or more",
+    "--sync_ref_model": "no checkpoint has the reference model that moves: a run that resumes would compare with another one",
     "--trust_remote_code": "code that comes with a model is not run here: use an architecture that is part of transformers",
     "--use_transformers_continuous_batching": "the trained weights would be rounded to bf16, where small updates are lost",
 }

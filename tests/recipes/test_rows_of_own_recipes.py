@@ -1,23 +1,33 @@
-"""Rows that a recipe leaves to SFTTrainer to tokenize are refused; other trainers get the rows that the recipe makes."""
+"""Rows that a recipe leaves to SFTTrainer are tokenized by it; other trainers get the rows that the recipe makes."""
 
 from pathlib import Path
+
+from harness.commands.verify import read_held_out
 
 import pytest
 from runs import build_trainer, write_rows
 
 OWN = Path(__file__).parent / "own"
-NEW_LINE = "train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)"
 TEXTS = [f"The number {number} comes before {number + 1}" for number in range(40)]
 
 
-@pytest.mark.parametrize("recipe", ["raw_rows", "mapped_rows"])
-def test_rows_without_tokens_for_sft_trainer(fork_launch, workdir, tmp_path, recipe):
-    """The message names the line that the recipe needs. Nothing is trained, nothing is written."""
-    process = fork_launch("--tiny", OWN / f"{recipe}.py", "1x3090", "--output_dir", tmp_path / "run", cwd=workdir)
-    assert process.returncode == 2 and "Traceback" not in process.stderr, process.stdout + process.stderr
-    (message,) = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert f"{recipe}.py" in message and NEW_LINE in message
-    assert "Training " not in process.stdout and not list(tmp_path.glob("run/checkpoint-*"))
+def test_rows_that_sft_trainer_tokenizes(fork_launch, workdir, tmp_path):
+    """A line says so; --preview and --verify have its rows."""
+    process = fork_launch("--tiny", OWN / "mapped_rows.py", "1x3090", "--max_steps", 2, "--output_dir", tmp_path, cwd=workdir)
+    assert process.returncode == 0 and "SFTTrainer tokenizes the rows" in process.stdout, process.stdout + process.stderr
+    (documents,) = read_held_out(tmp_path).documents.values()
+    assert len(documents) == 16 and all(labels[0] == -100 != labels[-1] for _, labels in documents)
+    process = fork_launch("--preview", "--tiny", OWN / "raw_rows.py", cwd=workdir)
+    assert process.returncode == 0 and "⟦" in process.stdout, process.stdout + process.stderr
+
+
+def test_stream_that_sft_trainer_tokenizes(tmp_path, error_of):
+    """It would resume at another row."""
+    from harness.start.checks import check_rows_of_trl
+
+    trainer = build_trainer(str(OWN / "mapped_rows.py"), tmp_path)
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    assert error_of(check_rows_of_trl, trainer).startswith("--dataset_streaming: ")
 
 
 @pytest.mark.parametrize("recipe", ["preferences", "weighed", "tagger"])

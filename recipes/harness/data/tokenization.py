@@ -31,12 +31,6 @@ COUNTED_ROWS = 2_000
 COUNTED_ROWS_OF_STREAM = 100
 DROPPING = "Dropping rows without a token in the loss"
 
-NEEDS_TOKENS = (
-    "SFTTrainer needs rows as tokens: write `tokenizer = load_tokenizer(model_args, training_args)` and "
-    "`train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)` before the trainer, pass "
-    "processing_class=tokenizer to it, and import the two functions from harness"
-)
-
 
 def load_tokenizer(
     model_args: ModelConfig, training_args: TrainingArguments, reads_images: bool = False

@@ -13,14 +13,16 @@ import sys
 from harness.configs import AccelerateConfig
 from harness.data.images import AREA
 from harness.data.script_arguments import ScriptArguments
-from harness.messages import UserError
+from harness.data.tokenization import are_tokenized
+from harness.messages import UserError, print_once
 from harness.run.parameters import adapters_of, base_of, config_of
 from harness.runs import Run, StartedRecipe
 
 import torch
+from datasets import IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
-from trl import ModelConfig
+from trl import ModelConfig, SFTTrainer
 
 # Values of --optim whose states FSDP cannot shard, or that compute something else with a part of a weight.
 NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
@@ -113,8 +115,9 @@ def check_flags_have_effect(
 
 
 def check_built_trainer(recipe: StartedRecipe) -> None:
-    """Raises UserError for a trainer that the recipe has built without the arguments of the model."""
+    """Raises UserError for a trainer that the recipe has built without arguments of the model."""
     _, training_args, model_args = recipe.arguments
+    check_rows_of_trl(recipe.trainer)
     model = recipe.trainer.model
     loads_model = hasattr(training_args, "model_init_kwargs")  # TRL's trainers get the name of the model
     adapters = adapters_of(model)
@@ -143,6 +146,18 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
             f"--dtype: the recipe loads its model in {config.dtype}: pass dtype=model_args.dtype to from_pretrained there, or "
             "leave out the flag"
         )
+
+
+def check_rows_of_trl(trainer: Trainer) -> None:
+    """Prints that SFTTrainer makes tokens of the rows of a recipe without `tokenize`.
+
+    Raises UserError for a stream: the run would resume at another row, and train on some rows twice.
+    """
+    if not isinstance(trainer, SFTTrainer) or are_tokenized(trainer.args):
+        return
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise UserError("--dataset_streaming: a stream resumes only if the recipe calls tokenize() before SFTTrainer: call it")
+    print_once("SFTTrainer tokenizes the rows: the recipe does not call tokenize().")
 
 
 def check_quantized(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> None:

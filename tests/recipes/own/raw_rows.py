@@ -11,7 +11,6 @@ def main():
         dataset_formats="messages",
         dataset_name="trl-lib/Capybara",
         model_name_or_path="Qwen/Qwen2-0.5B-Instruct",
-        assistant_only_loss=True,
         packing=True,
         packing_strategy="bfd_split",
         eval_strategy="steps",

@@ -78,7 +78,7 @@ def load_processor(script_args: Any, model_args: Any, training_args: Any) -> Any
     with exit_on_user_error():
         from harness.data.tokenization import load_processor
 
-        return load_processor(script_args, model_args, training_args, started_recipe("load_processor").run)
+        return load_processor(script_args, model_args, training_args)
 
 
 def image_collator(processor: Any) -> Any:

@@ -331,22 +331,18 @@ def test_line_breaks_around_images_are_those_of_the_processor():
     assert whole["labels"].count(-100) == 8 and whole["input_ids"] == tokens["input_ids"]
 
 
-def test_load_processor(processor, tmp_path, error_of):
-    """A size of 980 is a length, the smallest limit that can be passed an area. TRL pads prompts on the left."""
-    model_args, options = ModelConfig(str(tmp_path)), {"use_cpu": True, "bf16": False}
-    settings = SimpleNamespace(max_pixels=5000), model_args, SFTConfig(str(tmp_path), **options)
-    run = Run("recipe.py", given=frozenset(["max_pixels"]))
+def test_load_processor(processor, tmp_path):
+    """A size of 980 is a length, which is no limit of an area. TRL pads prompts on the left."""
+    limit, model_args, options = SimpleNamespace(max_pixels=5000), ModelConfig(str(tmp_path)), {"use_cpu": True, "bf16": False}
     saved = copy.deepcopy(processor)
     saved.save_pretrained(tmp_path)
-    found = load_processor(*settings, run)
-    assert found.image_processor.size["longest_edge"] == 64 * 64 and found.tokenizer.padding_side == "right"
-    for config_class in (GRPOConfig, RLOOConfig):
-        found = load_processor(settings[0], model_args, config_class(str(tmp_path), **options), run)
-        assert found.tokenizer.padding_side == "left"
+    for config_class, side in ((SFTConfig, "right"), (GRPOConfig, "left"), (RLOOConfig, "left")):
+        found = load_processor(limit, model_args, config_class(str(tmp_path), **options))
+        assert found.image_processor.size["longest_edge"] == 64 * 64 and found.tokenizer.padding_side == side
     saved.image_processor.size = {"shortest_edge": 378, "longest_edge": 980}
     saved.save_pretrained(tmp_path)
-    assert error_of(load_processor, *settings, run).startswith("--max_pixels: ")
-    assert load_processor(*settings, Run("recipe.py")).image_processor.size["longest_edge"] == 980
+    found = load_processor(limit, model_args, SFTConfig(str(tmp_path), **options))
+    assert found.image_processor.size["longest_edge"] == 980
 
 
 def test_chat_template_that_only_the_processor_has(processor, tmp_path, error_of):
@@ -360,7 +356,7 @@ def test_chat_template_that_only_the_processor_has(processor, tmp_path, error_of
     row = asked("<image>What is this?") | {"images": [{"bytes": picture(), "path": None}]}
     check_conversations(training_args, model_args, frozenset(), [("", row)], "m")
     data = fit_template(data_settings(tmp_path, ("images",)), training_args, model_args, frozenset())
-    loaded = load_processor(SimpleNamespace(max_pixels=5000), model_args, training_args, Run("recipe.py"))
+    loaded = load_processor(SimpleNamespace(max_pixels=5000), model_args, training_args)
     assert loaded.tokenizer.chat_template == template and data.drops_marks
     without = [("", asked("What is this?"))]
     assert "no chat template" in error_of(check_conversations, training_args, model_args, frozenset(), without, "m")

@@ -8,7 +8,6 @@ answer added. Its output is the same text.
 import contextlib
 import copy
 import dataclasses
-import inspect
 import itertools
 import json
 import re
@@ -58,6 +57,10 @@ MARKED = """
 {{- complete[done.text|length:] }}
 """
 REASON = "its chat template renders a turn differently when another turn follows"
+NO_THINKING = (
+    "--chat_template_kwargs: enable_thinking is false, but %s has an answer with reasoning: remove the reasoning, or leave out "
+    "enable_thinking"
+)
 QUESTION = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "So."}
 ONE_ANSWER = [QUESTION, ANSWER]
@@ -143,23 +146,18 @@ def fit_template(
             tokenizer.chat_template = Path(path).read_text("utf-8")
     if not tokenizer.chat_template:
         return data
-    if prints_date(tokenizer):
+    date = ""
+    if "strftime_now" in own_template(tokenizer):
         print_once("The chat template prints the date. A run always uses the date of its first start.")
+        date = _text_of(tokenizer, ONE_ANSWER) or ""
     template = None
-    only_answers = getattr(training_args, "assistant_only_loss", False)
+    only_answers = getattr(training_args, "assistant_only_loss", None)
     if only_answers:
         with contextlib.suppress(ValueError):  # which the run will not need: its rows are no conversations
             template = training_template(tokenizer)
-    return dataclasses.replace(
-        data,
-        template_date=_text_of(tokenizer, ONE_ANSWER) or "" if prints_date(tokenizer) else "",
-        has_text_arguments=expects_text_arguments(tokenizer, template),
-        drops_marks=why_marks_are_dropped(only_answers, template) if hasattr(training_args, "assistant_only_loss") else "",
-    )
-
-
-def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return "strftime_now" in own_template(tokenizer)
+    drops_marks = "" if only_answers is None else why_marks_are_dropped(only_answers, template or "")
+    has_text_arguments = expects_text_arguments(tokenizer, template)
+    return dataclasses.replace(data, template_date=date, has_text_arguments=has_text_arguments, drops_marks=drops_marks)
 
 
 def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> bool:
@@ -169,19 +167,12 @@ def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | N
     """
     arguments = {"city": "Paris"}
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
-    row = {
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "1"},
-            ANSWER,
-        ]
-    }
+    asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row = {"messages": [QUESTION, asking, {"role": "tool", "content": "1"}, ANSWER]}
     of_object = _text_of_row(tokenizer, row, template) or ""
-    if str(arguments) not in of_object and all(word in of_object for word in ("look", "city", "Paris")):
+    if "Paris" in of_object and str(arguments) not in of_object:
         return False
-    of_text = _text_of_row(tokenizer, with_text_arguments(row), template) or ""
-    return json.dumps(arguments) in of_text and "look" in of_text
+    return json.dumps(arguments) in (_text_of_row(tokenizer, with_text_arguments(row), template) or "")
 
 
 def fit_calls(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
@@ -209,12 +200,11 @@ def check_conversations(
             f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave "
             "out the flag; for conversations pass --assistant_only_loss true"
         )
-    is_read_by_trainer = hasattr(training_args, "chat_template_path") or any("chosen" in row for _, row in rows)
     conversations: list[PlacedRow] = []
     for place, row in rows:
-        for conversation in conversations_of(row):
-            conversations.append((place, conversation))
-    if not conversations or not is_read_by_trainer:
+        conversations += [(place, conversation) for conversation in conversations_of(row)]
+    has_pairs = any("chosen" in row for _, row in rows)
+    if not conversations or not (has_pairs or hasattr(training_args, "chat_template_path")):
         return
     with hub_errors("model", model_name):
         tokenizer = load_bare_tokenizer(model_args, any("images" in row for _, row in rows))
@@ -223,62 +213,76 @@ def check_conversations(
             raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
         tokenizer.chat_template = Path(path).read_text("utf-8")
     if not tokenizer.chat_template:
-        headings = ", or train it on plain headings with --chat_template_path recipes/headings.jinja"
         raise UserError(
-            f"--model_name_or_path: {model_name} has no chat template, because it is a base model: use its -Instruct or -Chat "
-            f"version{headings if hasattr(training_args, 'chat_template_path') else ''}"
+            f"--model_name_or_path: {model_name} has no chat template: use its -Instruct or -Chat version, or train it on plain "
+            "headings with --chat_template_path recipes/headings.jinja, if the recipe has that flag"
         )
     rows = conversations
     if splits_answers:
         rows = []
         for place, conversation in conversations:
-            for part in split_answers(conversation):
-                rows.append((place, part))
-    check_template_arguments(tokenizer, rows)
+            rows += [(place, part) for part in split_answers(conversation)]
     fitted = fit_calls(tokenizer, rows)
-    can_split = not splits_answers and hasattr(training_args, "assistant_only_loss")
-    check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split)
+    only_answers = getattr(training_args, "assistant_only_loss", None)
+    check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split=not splits_answers and only_answers is not None)
+    print_ignored_arguments(tokenizer, rows)
     print_ignored_keys(tokenizer, fitted)
-    if not hasattr(training_args, "assistant_only_loss"):
-        check_prompts_without_reasoning(tokenizer, fitted)
-        for place, row in rows:
-            if has_untrained_turn({"completion": row.get("completion")}):
-                raise UserError(
-                    f"{place}: a part of an answer is marked not to count in the loss, but the loss of preferences counts "
-                    "complete answers: delete the mark"
-                )
-        return
-    has_untrained = any(has_untrained_turn(row) for _, row in rows)
-    if not training_args.assistant_only_loss:
-        if has_untrained:
-            raise UserError(why_marks_are_dropped(False, None))
-        if len({"messages" in row for _, row in rows}) > 1:
+    if only_answers is None:
+        check_preferences(tokenizer, fitted)
+    elif not only_answers and len({"messages" in row for _, row in rows}) > 1:
+        raise UserError(
+            "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
+            "without this flag the prompts would count in the loss: pass --assistant_only_loss true"
+        )
+    else:
+        check_marks(tokenizer, rows, only_answers, model_name, splits_answers)
+
+
+def check_preferences(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
+    """Raises UserError for answers of which the loss of preferences, which counts complete ones, would count something else."""
+    for place, row in rows:
+        if contradicts_no_thinking(row):
+            prompt = _text_of(tokenizer, row["prompt"], add_generation_prompt=True, **options_of(row)) or ""
+            if not (_text_of_row(tokenizer, row) or "").startswith(prompt):
+                raise UserError(NO_THINKING % place)  # reasoning takes the place of the empty one that the prompt ends with
+        if has_untrained_turn({"completion": row.get("completion")}):
             raise UserError(
-                "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
-                "without this flag the prompts would count in the loss: pass --assistant_only_loss true"
+                f"{place}: a part of an answer is marked not to count in the loss, but all of it would: delete the mark"
             )
-        return
-    try:
-        template = training_template(tokenizer)
-    except ValueError:
-        template = ""
-    if place_and_row := find_unmarked(tokenizer, template, rows):
-        raise UserError(explain_unmarked(tokenizer, template, *place_and_row, model_name, splits_answers))
-    if has_untrained and (reason := why_marks_are_dropped(True, template)):
+
+
+def check_marks(
+    tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], only_answers: bool, model_name: str, splits_answers: bool
+) -> None:
+    """Raises UserError if tokens would count in the loss that must not: of questions, or of turns that are marked so."""
+    template = ""
+    with contextlib.suppress(ValueError):
+        template = training_template(tokenizer) if only_answers else ""
+    if only_answers and (found := find_unmarked(tokenizer, template, rows)):
+        place, row = found
+        if contradicts_no_thinking(row):
+            raise UserError(NO_THINKING % place)
+        split = ""
+        if not splits_answers and not find_unmarked(tokenizer, template, [(place, part) for part in split_answers(row)]):
+            split = "pass --split_conversations true, which makes one row for every answer, "
+        raise UserError(
+            f"--assistant_only_loss: the answers of {model_name} cannot be marked ({place}): {REASON}: {split}use another model, "
+            "or train on every turn with --assistant_only_loss false"
+        )
+    if any(has_untrained_turn(row) for _, row in rows) and (reason := why_marks_are_dropped(only_answers, template)):
         raise UserError(reason)
 
 
-def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> str:
+def why_marks_are_dropped(assistant_only_loss: bool, template: str) -> str:
     """Why turns that are marked not to count in the loss would count, "" if they do not. `template`: of `training_template`."""
-    marked = "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but"
-    if not assistant_only_loss:
-        return f"{marked} without this flag every turn counts: pass --assistant_only_loss true"
-    if "message['train']" not in (template or ""):
-        return (
-            f"{marked} the chat template marks the answers itself: delete {{% generation %}} and {{% endgeneration %}} in a copy "
-            "of it, and pass that with --chat_template_path"
+    reason = "without this flag every turn counts: pass --assistant_only_loss true"
+    if assistant_only_loss:
+        reason = (
+            "the chat template marks the answers itself: delete {% generation %} and {% endgeneration %} in a copy of it, and "
+            "pass that with --chat_template_path"
         )
-    return ""
+    is_read = assistant_only_loss and "message['train']" in template
+    return "" if is_read else f"--assistant_only_loss: some turns are marked not to count in the loss, but {reason}"
 
 
 def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[PlacedRow]) -> PlacedRow | None:
@@ -287,27 +291,6 @@ def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[
         if not template or _text_of_row(tokenizer, row, template) != _text_of_row(tokenizer, fitted):
             return place, row
     return None
-
-
-def explain_unmarked(
-    tokenizer: PreTrainedTokenizerBase, template: str, place: str, row: dict, model_name: str, splits_answers: bool
-) -> str:
-    """The error message for a row whose answers cannot be marked. See `check_conversations`."""
-    if contradicts_no_thinking(row):
-        return explain_no_thinking(place)
-    roles = [turn["role"] for turn in turns_of(row)]
-    if ("assistant", "assistant") in itertools.pairwise(roles):
-        return (
-            f"{place}: two answers follow each other, and {REASON}: join them to one answer, or pass another template with "
-            "--chat_template_path"
-        )
-    split = ""
-    if not splits_answers and not find_unmarked(tokenizer, template, [(place, part) for part in split_answers(row)]):
-        split = "pass --split_conversations true, which makes one row for every answer, "
-    return (
-        f"--assistant_only_loss: the answers of {model_name} cannot be marked ({place}): {REASON}: {split}use another model, or "
-        "train on every turn with --assistant_only_loss false"
-    )
 
 
 def contradicts_no_thinking(row: dict) -> bool:
@@ -320,34 +303,16 @@ def contradicts_no_thinking(row: dict) -> bool:
     return False
 
 
-def explain_no_thinking(place: str) -> str:
-    return (
-        f"--chat_template_kwargs: enable_thinking is false, but {place} has an answer with reasoning: remove the reasoning, or "
-        "leave out enable_thinking"
-    )
-
-
-def check_prompts_without_reasoning(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
-    """Raises UserError if reasoning takes the place of the empty one that the prompt of a preference ends with."""
-    for place, row in rows:
-        if contradicts_no_thinking(row):
-            prompt = _text_of(tokenizer, row["prompt"], add_generation_prompt=True, **options_of(row)) or ""
-            if not (_text_of_row(tokenizer, row) or "").startswith(prompt):
-                raise UserError(explain_no_thinking(place))
-
-
 def options_of(row: dict) -> dict:
     """What a chat template gets besides the turns."""
     return {"tools": row.get("tools") or None, **(row.get(TEMPLATE_ARGUMENTS) or {})}
 
 
-def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
-    """Raises UserError for names that the template cannot get from a row or --chat_template_kwargs; prints those it ignores."""
-    names = {}
+def print_ignored_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
+    """Prints the names of chat_template_kwargs without which the chat template renders the same."""
+    names: dict[str, None] = {}
     for _, row in rows:
-        names |= row.get(TEMPLATE_ARGUMENTS) or {}
-    if taken := sorted(names.keys() & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}):
-        raise UserError(f"--{TEMPLATE_ARGUMENTS}: {taken[0]} is no variable of a chat template: leave it out")
+        names |= dict.fromkeys(row.get(TEMPLATE_ARGUMENTS) or {})
     template = own_template(tokenizer)
     if ignored := [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]:
         print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")
@@ -531,9 +496,8 @@ def conversations_of(row: dict) -> list[dict]:
 
 
 def has_readable_turns(row: dict) -> bool:
-    if not isinstance(row.get("messages"), list) and not (
-        isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
-    ):
+    columns = ("messages",) if "messages" in row else ("prompt", "completion")
+    if not all(isinstance(row.get(column), list) for column in columns):
         return False
     return all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns_of(row))
 

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import functools
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,22 +247,25 @@ def as_parts(turns: list[dict]) -> list[dict]:
     return changed
 
 
-def encode_turns(processor: Any, turns: list[dict], images: list[dict], **options: Any) -> dict[str, list[int]]:
-    """What the processor makes of a conversation with IMAGE for each of its images: `input_ids`, and `assistant_masks` if asked.
+def encode_turns(processor: Any, turns: list[dict], images: list[dict] | None, **options: Any) -> dict[str, list[int]]:
+    """What `apply_chat_template` with `options` makes of a conversation: `input_ids`, and `assistant_masks` if asked.
 
-    `options`: of `apply_chat_template`. Raises ValueError if there are not as many places as images.
+    Args:
+        processor: a tokenizer if there can be no images.
+        images: one for each IMAGE in `turns`; None if there can be none. The processor raises ValueError unless the template
+            writes a place for each, and for nothing else.
     """
+    if images is None:
+        return processor.apply_chat_template(turns, return_dict=True, **options)
     from harness.compat.transformers import without_pixels  # which imports torch
 
     left = iter(images)
     turns = as_parts(turns)
-    for turn in turns:
-        for part in turn["content"]:
-            if part["type"] == "image":
-                part["image"] = PIL.Image.new("RGB", size_of(next(left)))
-    found = without_pixels(processor).apply_chat_template(
-        turns, tokenize=True, return_dict=True, return_tensors=None, processor_kwargs={"add_special_tokens": False}, **options
-    )
+    for part in itertools.chain.from_iterable(turn["content"] for turn in turns):
+        if part["type"] == "image":
+            part["image"] = PIL.Image.new("RGB", size_of(next(left)))
+    options |= {"tokenize": True, "return_dict": True, "return_tensors": None}
+    found = without_pixels(processor).apply_chat_template(turns, processor_kwargs={"add_special_tokens": False}, **options)
     return {name: found[name][0] for name in ("input_ids", "assistant_masks") if name in found}
 
 

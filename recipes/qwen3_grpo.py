@@ -9,8 +9,8 @@ Rows: `question`, and `answer`, a text whose last number is the solution. In eac
 each, and learns from the answers with a higher reward than others to the same question. The evaluations before, during and after
 the training print the share of 128 other questions that it solves. Not measured here. With another program, GRPO of all weights
 raised this share for Qwen3-0.6B-Base from 41 to 68 %, for -1.7B-Base from 55 to 80 % (github.com/josancamon19/rl-scaling-laws).
-Needs one 24 GB GPU. Forecast, not measured: 13 GB and 57 seconds a step on 1x3090, 39 of them to generate, if all answers have
-512 tokens; 200 steps take three hours. On four GPUs a step takes 43 seconds. A config with FSDP generates many times as slowly:
+Needs one 24 GB GPU. Forecast, not measured: 13 GB and 50 seconds a step on 1x3090, 32 of them to generate, if all answers have
+512 tokens; 200 steps take three hours. On four GPUs a step takes 31 seconds. A config with FSDP generates many times as slowly:
 all GPUs exchange all weights for each token.
 """
 

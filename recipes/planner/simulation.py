@@ -512,7 +512,7 @@ class SimulatedStep(TrainerCallback):
             size = self.simulation.accumulation * self.batch[PIXELS].nbytes
             with self.fakes.mode:
                 self.pixels = torch.empty(size, dtype=torch.uint8)
-            self.ledger.see(self.pixels, "images")
+            self.ledger.mark(self.pixels, "images")
         return [self.fake_batch(self.batch) for _ in range(self.micro_batches)]
 
     def fake_batch(self, batch: dict) -> dict:

@@ -1,15 +1,18 @@
 """Trainers of docs/your-recipe.md that are no recipe of this project have a plan too."""
 
 import json
+from types import SimpleNamespace
 
-from planner import command, processes
+from planner import command, processes, simulation
 from planner.cache import simulation_of
+from planner.ledger import Ledger
 
 import pytest
 import torch
 from conftest import ROOT
 from runs import tiny_tokenizer
 from test_cards import FOUND, found_with
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 OWN = ROOT / "tests/recipes/own"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "max_window_layers": 8, "num_attention_heads": 2}
@@ -40,6 +43,17 @@ def test_process_that_simulates_has_one_thread(monkeypatch):
     """A fork of it would wait for the others for ever."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert processes.call(processes.start_server(), torch.get_num_threads) == (0, 1)
+
+
+def test_pixels_of_all_micro_batches_are_on_the_gpu():
+    """The loader moves those of a whole step there."""
+    step = object.__new__(simulation.SimulatedStep)
+    step.ledger, step.micro_batches, step.simulation = Ledger(), 1, found_with(accumulation=4)
+    step.fakes = SimpleNamespace(mode=FakeTensorMode(), fake=lambda value: value)
+    step.batch = {simulation.PIXELS: torch.zeros(512, 2)}
+    with step.ledger, step.ledger.within(moment="forward", holder="activations"):
+        step.make_batches()
+    assert step.ledger.peaks()["forward"].by_holder == {"images": 4 * 512 * 2 * 4}
 
 
 def test_too_few_prompts_for_a_step(error_of):

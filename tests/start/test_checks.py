@@ -46,22 +46,6 @@ def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
     assert f"{config} needs {gpus}, this machine has none" in message and f"./launch.sh --tiny qwen2_chat {config}" in message
 
 
-@pytest.mark.parametrize(
-    ("gpus", "offer"),
-    [
-        (1, "NPROC_PER_NODE=1 uses it"),
-        (3, "NPROC_PER_NODE=3 uses them"),
-        (0, ""),
-    ],
-)
-def test_fewer_gpus_are_offered(monkeypatch, error_of, gpus, offer):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(sys, "argv", ["qwen2_fineweb_edu.py"])
-    message = error_of(check_run, ROOT / "recipes/qwen2_fineweb_edu.py", AccelerateConfig("4gpu_full_shard.yaml"), 4)
-    assert offer in message and ("NPROC_PER_NODE" in message) == bool(offer)
-
-
 def test_old_driver_is_an_error(monkeypatch, error_of):
     """NVML counts the GPUs of such a machine. CUDA is not available, and its initialization says why."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -41,12 +41,6 @@ def test_values_that_are_not_defaults():
     assert list(found.items()) == [("names", ["a", "b"]), ("options", {"b": [1, 2]}), ("rate", 0.1), ("steps", 4)]
 
 
-def test_off_is_not_the_default_if_that_lets_other_arguments_decide():
-    """As with bf16 and completion_only_loss of TRL. An empty text, list or "no" is what the parser makes of None."""
-    assert settings(options=False) == {"options": False}
-    assert settings(options="no") == settings(options="") == settings(options=[]) == {}
-
-
 def test_a_list_of_one_is_what_it_contains():
     """TRL reads it so, and a recipe gives the name alone."""
     assert settings(names=["all-linear"]) == settings(names="all-linear")

@@ -98,7 +98,7 @@ def make_arguments(
     if "num_generations" in used and follows_step:
         used["steps_per_generation"] = used["num_generations"]  # passes GRPOConfig's check; `set_generations` sets it
     if "num_generations" in used and used["load_best_model_at_end"] and used["metric_for_best_model"] is None:
-        used["metric_for_best_model"] = "reward"  # the loss of an evaluation says nothing: see `check_generation`
+        used["metric_for_best_model"] = "reward"  # the loss of an evaluation on rewards is 0
     arguments = script_args, training_args, model_args = make_objects(used, config_class)
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())

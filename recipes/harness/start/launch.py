@@ -214,9 +214,8 @@ def explain_exit(exit_code: int, rank: int | None) -> int:
         code = exit_code = 128 + last_signal()
     if code - 128 in SIGNALS:  # training has a handler, with which the process exits by itself
         print(f"Stopped by {signal.Signals(code - 128).name}.", file=sys.stderr)
-    elif exit_code < 0 or (code not in (0, 128 + signal.SIGINT, LOST, UNREACHABLE) and rank is not None):
-        reason = KILLED if code == 128 + signal.SIGKILL else "; see its output above"
-        print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)
+    elif exit_code < 0 or (rank is not None and code not in (0, 128 + signal.SIGINT, LOST, UNREACHABLE)):
+        print(f"error: process {rank or 0} failed first (exit code {code}){KILLED if code == 137 else ''}", file=sys.stderr)
     return code
 
 

@@ -78,11 +78,10 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
         return False
     if run.tiny:
         return True
-    hint = rehearsal_hint(run.recipe, run.config)
-    # Not in a hybrid config, which needs its replicas, nor on several nodes, which have equally many.
-    if found and run.nodes == 1 and not run.config.is_hybrid:
-        hint = f"NPROC_PER_NODE={found} uses {'it' if found == 1 else 'them'}, if memory suffices"
-    raise UserError(f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'}. {hint}")
+    raise UserError(
+        f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'} (NPROC_PER_NODE sets how many are "
+        f"used). {rehearsal_hint(run.recipe, run.config)}"
+    )
 
 
 def check_one_gpu(training_args: TrainingArguments) -> None:

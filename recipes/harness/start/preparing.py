@@ -113,14 +113,12 @@ def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None
     if run.on_cpu:
         use_no_gpu_kernels()
         multiply_in_float32()
-    if training_args.use_cpu and training_args.use_liger_kernel:
-        training_args.use_liger_kernel = False
-        print_once("--use_liger_kernel: this run computes its layers with PyTorch, because Liger's kernels need a GPU.")
-    if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
-        training_args.activation_offloading = False
-        print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
     if training_args.use_cpu:
-        # It asks for pinned memory, which needs a GPU; the activations are in host memory already.
+        # Liger's kernels and pinned memory need a GPU; the activations are in host memory already.
+        for name in ("use_liger_kernel", "activation_offloading"):
+            if getattr(training_args, name, False):
+                setattr(training_args, name, False)
+                print_once(f"--{name} is not used: this run has no GPU.")
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     keep_activation_checkpointing()
     generate_in_evaluation_mode()

@@ -18,7 +18,6 @@ from harness.runs import PROJECT, Run
 SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
 # In JSON, with its value.
 SECRET_KEY = re.compile(r'("(?:(?:hf_|hub_|auth_|access_)?token|[^"]*(?:key|secret|password))": )"[^"]*"', re.IGNORECASE)
-OFF = (None, False, "", "no", [])  # the parser changes some into others
 
 
 def plain(value: Any) -> Any:
@@ -48,9 +47,7 @@ def settings_of(values: argparse.Namespace, classes: tuple[type, ...]) -> dict[s
     for field in (field for cls in classes for field in dataclasses.fields(cls) if field.init):
         default = plain(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
         value = plain(getattr(values, field.name, default))
-        # Of an argument such as bf16 or completion_only_loss, None means that other arguments decide.
-        is_off = value in OFF and default in OFF and not (value is False and default is None)
-        if value != default and not is_off and field.name != "disable_tqdm":
+        if value != default and field.name != "disable_tqdm":
             found[field.name] = value
     return without_secrets(dict(sorted(found.items())))
 

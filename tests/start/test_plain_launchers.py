@@ -160,23 +160,6 @@ def test_flags_override_the_environment_of_accelerate(monkeypatch, no_recipe):
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no" and os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
 
 
-def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_recipe):
-    for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
-        monkeypatch.setenv(name, value)
-    started = training.start_of_training()
-    assert "pass --use_cpu" in error_of(started.choose_device, values(use_cpu=False, bf16=False))
-
-
-def test_python_without_a_gpu(monkeypatch, error_of, no_recipe):
-    """transformers' words about bf16 do not say what to do."""
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
-        monkeypatch.delenv(name, raising=False)
-    started = training.start_of_training()
-    message = error_of(started.choose_device, values(use_cpu=False, bf16=True))
-    assert "no GPU that PyTorch can use: pass --use_cpu" in message and "./launch.sh --tiny" in message
-    started.choose_device(values(use_cpu=True, bf16=True))
-
-
 def test_python_has_no_config(monkeypatch, capsys, no_recipe):
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
@@ -199,6 +182,15 @@ def gpus(monkeypatch, no_recipe):
         monkeypatch.setattr(PartialState, "_shared_state", {})
 
     return call
+
+
+@pytest.mark.parametrize(("own", "lines"), [({}, 1), ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, 0)])
+def test_variable_that_launch_sh_sets_is_named(monkeypatch, capsys, gpus, own, lines):
+    """CUDA may have read it when Python of the recipe runs."""
+    gpus(1, (8, 0))
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | own)
+    training.start_of_training().choose_device(values(use_cpu=False, bf16=True))
+    assert capsys.readouterr().out.count("PYTORCH_ALLOC_CONF=expandable_segments:True") == lines
 
 
 def test_python_on_several_gpus_is_an_error(monkeypatch, gpus, error_of, tmp_path, model):

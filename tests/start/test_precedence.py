@@ -133,9 +133,3 @@ def test_given_arguments(read):
     found = read(flags, file={"seed": 3}, recipe={"learning_rate": 1e-5})
     assert found["given"] == {"max_steps", "bf16", "dataloader_pin_memory", "seed"}
     assert found["dataloader_pin_memory"] is False
-
-
-@pytest.mark.parametrize("flag", ["column_map", "chat_template_kwargs", "lr_scheduler_kwargs"])
-def test_message_about_json_names_the_flag(read, error_of, flag):
-    """Of this project's arguments, and of those that transformers reads."""
-    assert error_of(read, ["--learning_rate", "1", f"--{flag}", "{broken"]).startswith(f"--{flag}: {{broken is not JSON")

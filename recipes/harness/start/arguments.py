@@ -225,10 +225,10 @@ def trains_for_epochs(run: Run, script_args: ScriptArguments) -> bool:
 
     The recipe's number of steps is for its own dataset. So it trains for one epoch, or for --num_train_epochs.
     """
+    if not script_args.dataset_streaming or "dataset_name" not in run.given:
+        return False
     flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples"}
-    are_local = all(reading.is_local(source.name) for source in sources_of(script_args))
-    has_own_data = "dataset_name" in run.given and are_local
-    return script_args.dataset_streaming and has_own_data and not flags & run.given
+    return not flags & run.given and all(reading.is_local(source.name) for source in sources_of(script_args))
 
 
 def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> int:

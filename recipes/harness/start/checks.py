@@ -39,8 +39,9 @@ def check_numbers(run: Run, script_args: ScriptArguments, training_args: Trainin
         least["num_train_epochs"] = sys.float_info.min
     if training_args.max_steps < 1 and training_args.max_steps != -1:  # transformers would train for --num_train_epochs
         raise UserError(f"--max_steps is {training_args.max_steps}, expected 1 or more, or -1 for --num_train_epochs")
+    values = vars(training_args) | vars(script_args)
     for name, smallest in least.items():
-        value = next((getattr(part, name) for part in (script_args, training_args) if hasattr(part, name)), None)
+        value = values.get(name)
         if value is not None and not (isinstance(value, int | float) and smallest <= value < math.inf):
             expected = "a number above 0" if 0 < smallest < 1 else f"{smallest} or more"
             raise UserError(f"--{name} is {value}, expected {expected}")

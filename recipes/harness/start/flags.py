@@ -8,12 +8,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-PAGES = {
-    "SFTConfig": "https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig",
-    "DPOConfig": "https://huggingface.co/docs/trl/dpo_trainer#trl.DPOConfig",
-    "TrainingArguments": "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
-}
-
 
 def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
     """The docstring of a recipe, and the values that it passes to `parse`, as flags that can be pasted."""
@@ -35,10 +29,9 @@ def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
         "Flags of this recipe and this project": own,
     }
     lists = "".join(f"{title}:\n\n    " + "\n    ".join(lines) + "\n\n" for title, lines in flags.items() if lines)
-    base = next((cls.__name__ for cls in config_class.__mro__ if cls.__name__ in PAGES), "TrainingArguments")
     return (
-        f"{docstring}\n\n{lists}Every other field of {base}, of TRL's ModelConfig and ScriptArguments is a flag too:\n"
-        f"    {PAGES[base]}\n    https://huggingface.co/docs/trl/script_utils\n"
+        f"{docstring}\n\n{lists}Every other field of {config_class.__name__}, ModelConfig and ScriptArguments is a flag too:\n"
+        "    https://huggingface.co/docs/trl and https://huggingface.co/docs/transformers/main_classes/trainer\n"
     )
 
 

@@ -50,19 +50,10 @@ def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> 
 
 
 def count_gpus() -> int:
-    """GPUs that this process may use. Raises UserError if there are GPUs that CUDA cannot use."""
+    """GPUs that this process may use. Raises torch's error if there are GPUs that CUDA cannot use: it names the driver."""
     count = torch.cuda.device_count()  # the driver's count
     if count and not torch.cuda.is_available():
-        reason = "no reason given"
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            reason = str(error)
-        raise UserError(
-            f"PyTorch {torch.__version__} cannot use the {plural(count, 'GPU')} of this machine: {reason[:300]} "
-            "Update the driver, or install PyTorch for an older one: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
-            "./launch.sh --install. To rehearse on CPU, set CUDA_VISIBLE_DEVICES=''"
-        )
+        torch.cuda.init()
     return count
 
 

@@ -189,7 +189,8 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     date = (folder.date_of(before) or datetime.now()).isoformat(timespec="seconds")
     of_start = {"date": date, "commit": commit, "teacher_commit": teacher_commit, "command": command_of(run)}
     folder.write_run(output_dir, before, identity | of_start)
-    print_differences(run, arguments)
+    if run.tiny:
+        tiny.print_notice(run.data, training_args, model_args)
     return Claim(date, commit, teacher_commit)
 
 
@@ -206,23 +207,20 @@ def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] 
     except UserError as error:
         features = GpuFeatures([], problem=str(error))
     files = {Path(path).name: digest_of_file(path) for path in (run.recipe, run.config.path) if path}
-    return {"host": platform.node(), "start": f"{sys.argv[1:]} {files}", "features": list(features)}
+    return {"host": platform.node(), "features": list(features), "start": f"{sys.argv[1:]} {files} {features}"}
 
 
 def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures:
-    """What the GPUs of all nodes can. Raises UserError if a node has a problem, or was started with other flags or files."""
+    """What the GPUs of all nodes can. Raises UserError if a node has a problem, or other flags, files or GPUs."""
     nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args)]
-    common = GpuFeatures(*nodes[0]["features"])
+    first = nodes[0]
     for node in nodes:
-        features = GpuFeatures(*node["features"])
-        problem = features.problem
-        if node["start"] != nodes[0]["start"]:
-            problem = f"started with {node['start']}, {nodes[0]['host']} with {nodes[0]['start']}: start all nodes alike"
+        problem = GpuFeatures(*node["features"]).problem
+        if not problem and node["start"] != first["start"]:
+            problem = f"started with {node['start']}, {first['host']} with {first['start']}: start all nodes alike"
         if problem:
             raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
-        attention = [name for name in common.attention if name in features.attention]
-        common = GpuFeatures(attention, common.no_triton or features.no_triton)
-    return common
+    return GpuFeatures(*first["features"])
 
 
 def check_folder_is_shared(output_dir: Path) -> None:
@@ -242,15 +240,6 @@ def check_folder_is_shared(output_dir: Path) -> None:
             f"--output_dir: {output_dir} is not the same folder on all nodes: pass a folder on a file system that all nodes "
             "share, or --save_strategy no"
         )
-
-
-def print_differences(run: Run, arguments: Arguments) -> None:
-    """Prints what a run does that was not asked for."""
-    _, training_args, model_args = arguments
-    if run.tiny:
-        tiny.print_notice(run.data, training_args, model_args)
-        if run.repository:
-            print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
 
 
 def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:

@@ -82,11 +82,6 @@ def test_schedulers_that_load_no_other_state(tmp_path, error_of):
     assert "lr_scheduler_type not set, this run has lr_scheduler_type reduce" in error_of(claim, tmp_path, other)
 
 
-def test_sharded_run_cannot_resume_from_unsharded_checkpoints(tmp_path, error_of):
-    begin_training(tmp_path, IDENTITY | {"sharded": False, "config": "d"})
-    assert "checkpoints of d" in error_of(claim, tmp_path, IDENTITY)
-
-
 def test_settings_that_may_change(tmp_path, capsys):
     """A line for those that the checkpoint of the optimizer keeps, as run.json then says, and one for those of the loss."""
     begin_training(tmp_path)

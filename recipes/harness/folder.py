@@ -182,21 +182,17 @@ def check_same_run(folder: Path, before: dict, identity: dict) -> None:
         raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
     if not before or not has_trained(folder):
         return
-    problems = []
+    problem = ""
     if changes := must_be_equal(before, identity):
         old, new = before_and_now(changes)
-        problems.append(f"it holds a run with {old}, this run has {new}")
+        problem = f"it holds a run with {old}, this run has {new}"
     else:
         files = {tuple(file[:2]) for file in before["data_files"]} ^ {tuple(file[:2]) for file in identity["data_files"]}
-        names = sorted({name for name, size in files})
-        if names:
-            problems.append(f"{', '.join(names)} of the dataset has changed since the run began")
-    if list(folder.glob("checkpoint-*")) and before["sharded"] != identity["sharded"]:
-        problems.append(f"checkpoints of {before['config']} cannot be loaded with {identity['config']}: one shards, one does not")
-    if problems:
+        if names := sorted({name for name, size in files}):
+            problem = f"{', '.join(names)} of the dataset has changed since the run began"
+    if problem:
         raise UserError(
-            f"--output_dir: {folder}: {'; '.join(problems)}: pass the same values, choose another --output_dir, or move that "
-            "folder away"
+            f"--output_dir: {folder}: {problem}: pass the same values, choose another --output_dir, or move that folder away"
         )
 
 
@@ -217,6 +213,7 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
     """
     if results := finished_results(folder, max_steps, num_train_epochs):
         loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
+        flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
         end = f"{folder} is finished: {results['global_step']} steps{loss}."
         if changes := changed_settings(results, identity, ALL_SETTINGS):  # they would train nothing
             before, now = before_and_now(changes)
@@ -224,9 +221,7 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
                 f"--output_dir: {end} It was trained with {before}, this run has {now}: choose another --output_dir to train "
                 "with that"
             )
-        flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
-        further = f"To train further: the same command with a larger {flag}."
-        print_once(f"{end}\n{further} To start over: another --output_dir, or rm -r {folder}")
+        print_once(f"{end}\nTo train further: a larger {flag}. To start over: another --output_dir, or rm -r {folder}")
         sys.exit(0)
     if (folder / RESULTS).exists() and not list(folder.glob("checkpoint-*")):
         raise UserError(

@@ -12,7 +12,7 @@ CHOICE_OF_ROWS = (
 )
 # Another value would give what the run has learned another meaning, or another loss, or could not be loaded.
 MUST_BE_EQUAL = (
-    *("recipe", "tiny", "model", "datasets", "dataset_weights", *CHOICE_OF_ROWS),
+    *("recipe", "tiny", "sharded", "model", "datasets", "dataset_weights", *CHOICE_OF_ROWS),
     # the model and the adapter
     *("use_peft", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *("lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save", "use_rslora", "use_dora"),

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 @pytest.mark.parametrize(
     ("given", "steps", "warmup"),
-    [(0.03, 1, 0), (0.03, 2, 0), (0.03, 3, 1), (0.03, 100, 3), (0.03, 101, 4), (0.6, 10, 6), (0.45, 3, 1), (5, 1, 5)],
+    [(0.03, 1, 0), (0.03, 2, 0), (0.03, 3, 1), (0.03, 100, 3), (0.03, 101, 4), (0.6, 10, 6), (0.45, 3, 1), (5, 1, 0), (5, 4, 5)],
 )
 def test_share_of_the_warmup_rounds_down_in_a_short_run(given, steps, warmup):
     """It never takes the only step, or half of them. In longer runs it is that of transformers."""

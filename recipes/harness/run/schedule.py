@@ -7,11 +7,13 @@ from transformers import SchedulerType, TrainingArguments
 
 
 def fit_schedule(args: TrainingArguments, steps: int) -> None:
-    """Rounds down a warmup that would take half of a short run. Prints what is wrong with so many optimizer steps.
+    """Rounds down a warmup of a share that would take half of a short run; the only step is none of a warmup. Prints what is wrong with so many optimizer steps.
 
-    transformers rounds the share up: the learning rate of a single step would be 0.
+    transformers rounds the share up, and the learning rate of the first step of a warmup is 0.
     """
-    if args.warmup_steps < 1 and 2 * args.get_warmup_steps(steps) >= steps:
+    if steps == 1:
+        args.warmup_steps = 0
+    elif args.warmup_steps < 1 and 2 * args.get_warmup_steps(steps) >= steps:
         args.warmup_steps = int(args.warmup_steps * steps)
     few = too_few_steps(steps)
     if few and args.max_steps <= 0:  # they follow from the rows

@@ -77,7 +77,7 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
         raise UserError(f"{word} is no flag of {Path(run.recipe).name}, and no value of the flag before it: {hint}")
     checks.check_refused(values)
     flags = {word[2:].split("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")}
-    return values, frozenset(flags | in_file.keys())
+    return values, frozenset(flags | in_file.keys()) - {"config"}
 
 
 def make_arguments(

@@ -75,11 +75,10 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
 
 def was_trained(trainer: Any, error: Exception) -> bool:
     """Whether a run failed later than in a first step that the model refused."""
-    if not isinstance(trainer, RunTrainer) or trainer.is_first_step:
-        return False
     # In the first step, these are about columns that the model needs and the rows do not have.
     is_of_rows = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
-    return trainer.state.global_step > 0 or not is_of_rows
+    has_begun = isinstance(trainer, RunTrainer) and not trainer.is_first_step
+    return has_begun and (trainer.state.global_step > 0 or not is_of_rows)
 
 
 def run_recipe(recipe: StartedRecipe, flags: list[str]) -> None:

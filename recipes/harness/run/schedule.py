@@ -7,9 +7,10 @@ from transformers import SchedulerType, TrainingArguments
 
 
 def fit_schedule(args: TrainingArguments, steps: int) -> None:
-    """Rounds down a warmup of a share that would take half of a short run; the only step is none of a warmup. Prints what is wrong with so many optimizer steps.
+    """Prints what is wrong with so many optimizer steps, and shortens the warmup of a short run.
 
-    transformers rounds the share up, and the learning rate of the first step of a warmup is 0.
+    The only step is none of it, and a share does not take half of the steps: transformers rounds it up, and the first learning
+    rate of a warmup is 0.
     """
     if steps == 1:
         args.warmup_steps = 0

@@ -160,7 +160,7 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     numbers = json.loads(process.stdout)
     data = numbers["data"]
     assert data["skipped"] == {"without an answer": 3, "with a turn that is empty": 2} and data["is_complete"]
-    assert (data["rows"], data["held_out"], data["trained_rows"], data["ignored_columns"]) == (65, 6, 54, ["id"])
+    assert (data["rows"], data["held_out"], data["trained_rows"]) == (65, 6, 54)
     assert (
         "rows skipped: 3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)."
         in process.stderr

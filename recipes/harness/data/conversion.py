@@ -1,54 +1,63 @@
-"""How the rows of a dataset become rows of a format: which format its first rows have, and what becomes of each row.
+"""How the rows of a dataset become rows of a format, and what `load` needs to know of each row.
 
-A row is read and converted once. `examine` returns the converted row with what `load` needs to know of it, its FACTS: why it is
-skipped, a checksum, what kind of conversation it is. Afterwards rows are only chosen by these facts.
+A row is read and converted once. `examine` returns the converted row with its FACTS: why it is skipped, a checksum, what kind of
+conversation it is. Afterwards rows are only chosen by these facts.
 """
 
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.data import formats, images
-from harness.data.reading import absolute_name
+from harness.data.reading import PLACE, ROW, absolute_name
 from harness.data.settings import DataSettings, Source
-from harness.data.turns import RefusedRow, is_nothing, without
+from harness.data.turns import RefusedRow, without
+from harness.hub import hub_errors
 from harness.messages import UserError
 
 import xxhash
-from datasets import Features, Value
+from datasets import Dataset, Features, IterableDataset, Value
 
-ROWS_TO_CHECK = 20  # of each split, before a run
+ROWS_TO_CHECK = 20  # the first ones, which show the format
 ROWS_TO_SEARCH = 10_000  # after these, for the first usable one
 MAX_LETTERS = 150  # of a text, in a rehearsal
 MAX_TOOL_LETTERS = 20  # of each text in the definition of a tool
 # Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns
 # are, and which columns of the format it has. The last three are "" for a skipped row.
-PLACE, REASON, DIGEST, KIND, HAS = FACTS = ("_place", "_reason", "_digest", "_kind", "_has")
+REASON, DIGEST, KIND, HAS = ("_reason", "_digest", "_kind", "_has")
+FACTS = (PLACE, REASON, DIGEST, KIND, HAS)
 LEFT_OUT = "left out by the recipe (`keep`)"
 BAD_ANSWER = ", bad answer"  # ends the KIND of a row of KTO data whose `label` is false
-PlacedRow = tuple[str, dict]  # where a row is, in words, and the row as its file has it
+Rows = Dataset | IterableDataset  # of a split, as its files have them
+PlacedRow = tuple[str, dict]  # where a row is, in words, and the row
 
 
 @dataclass(frozen=True)
 class Conversion:
     """How the rows of a dataset become rows of a format."""
 
+    name: str  # of the dataset, in messages
     format: str  # "": they stay as they are
     text_field: str
-    column_map: dict[str, str] | None
+    column_map: dict[str, str]
     structs: tuple[str, ...]  # columns that are Arrow structs, whose rows have null for every key that another row has
-    folder: str = ""  # of the dataset, to which paths of images are relative if its rows are of no text file; "" for the Hub
-    template_arguments: dict[str, Any] | None = None  # --chat_template_kwargs
-    keep: Callable[[dict], bool] | None = None  # of `load`: a function of a row; False: the row is skipped
+    folder: str  # of the dataset, to which paths of images are relative if its rows are of no text file; "" for the Hub
+    template_arguments: dict[str, Any] | None  # --chat_template_kwargs
+    keep: Callable[[dict], bool] | None  # of `load`: a function of a row; False: the row is skipped
 
     @property
     def stored(self) -> Features:
         """The columns of the format; a row that lacks one has null."""
         return formats.stored_features(self.format, self.text_field)
+
+    @property
+    def features(self) -> Features:
+        """The columns of an examined row."""
+        return Features(self.stored | {name: Value("string") for name in FACTS})
 
     def folder_of(self, place: str) -> str:
         """To which the paths of images in a row are relative: the folder of the text file that has the row."""
@@ -60,8 +69,27 @@ class Conversion:
         return formats.examine(row, self.format, self.text_field, self.column_map, self.structs, self.template_arguments)
 
 
-def features_of_examined(conversion: Conversion) -> Features:
-    return Features(conversion.stored | {name: Value("string") for name in FACTS})
+@dataclass(frozen=True)
+class Opened:
+    """A dataset that is opened: how its rows are converted, and what was found out about them."""
+
+    source: Source
+    conversion: Conversion
+    columns: list[str]
+    examined: Dataset  # all rows, with FACTS; only the first ones of a stream, or of large data in a preview
+    is_complete: bool  # `examined` has all rows
+    examples: list[PlacedRow]  # of each kind of conversation
+    rows: Dataset | IterableDataset  # to train on: of `examined`; those of a stream that are not skipped
+    test_split: str
+    eval_rows: list[dict]  # converted
+    held_out: frozenset[str]  # the checksums of `eval_rows`, if they are of the training split
+
+
+def placed(rows: Rows, name: str, split: str) -> Iterator[PlacedRow]:
+    """Rows with their places in words: a line of a file, or the number of a row of a split."""
+    with hub_errors("dataset", name):
+        for number, row in enumerate(rows, 1):
+            yield (row[PLACE], row[ROW]) if ROW in row else (f"{name}, row {number} of {split}", row)
 
 
 def examine(place: str, row: dict, conversion: Conversion) -> dict:
@@ -88,29 +116,27 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
         return formats.complete(converted, conversion.stored) | facts
     except UserError:
         raise
-    except RefusedRow as error:
-        raise UserError(f"{place}: {error}") from error
-    except Exception as error:  # whatever a row can hold, or `keep` of the recipe does
-        advice = "correct or delete it" + (", or correct `keep` of the recipe" if conversion.keep else "")
-        raise UserError(
-            f"{place}: this row cannot be converted ({type(error).__name__}: {str(error)[:200]}): {advice}"
-        ) from error
+    except Exception as error:  # whatever a row can hold, or `keep` does; else nothing would say which row it is
+        reason = str(error) if isinstance(error, RefusedRow) else f"this row, or `keep`, fails: {type(error).__name__}: {error}"
+        raise UserError(f"{place}: {reason[:500]}") from error
 
 
-def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion) -> list[tuple | None]:
+def examine_of_stream(row: dict, conversion: Conversion) -> dict:
+    """See `examine`; of a stream, whose rows have no number."""
+    if ROW in row:
+        return examine(row[PLACE], row[ROW], conversion)
+    return examine(f"{conversion.name}, a row that begins with {str(dict(row))[:100]}", row, conversion)
+
+
+def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[tuple | None]:
     """By which changed, new and deleted image files of rows are found, although the rows have not changed."""
-    return [images.version_of(image, conversion.folder_of(place)) for place, image in images_of(rows, conversion)]
-
-
-def images_of(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[tuple[str, dict]]:
-    """The images of rows, with the places of these rows."""
     for place, row in rows:
         try:
             converted, _ = conversion.convert(row)
         except Exception:  # `examine` says what is wrong and where
             continue
         for image in (converted or {}).get("images", []):
-            yield place, image
+            yield images.version_of(image, conversion.folder_of(place))
 
 
 def is_bad_answer(row: dict, conversion: Conversion) -> bool:
@@ -138,20 +164,29 @@ def _checksum_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """The columns of the rows to train on, the same for all datasets of a run."""
+    """The columns of the rows to train on, the same for all datasets of a run, and how converted rows get them."""
 
     features: Features
     splits_answers: bool
-    has_text_arguments: bool = False  # see DataSettings
-    drops_marks: str = ""  # likewise
+    joins_completions: bool  # some rows have messages, others a prompt and a completion
+    has_text_arguments: bool  # see DataSettings
+    drops_marks: str  # likewise
+    cuts_texts: bool = False  # see Source
 
-    def finish(self, row: dict, cuts_texts: bool) -> list[dict]:
-        """A converted row, or one for every answer, in this shape; cut for a rehearsal."""
-        if "messages" in self.features and "completion" in row:
+    @property
+    def only_selects_columns(self) -> bool:
+        return not (self.splits_answers or self.joins_completions or self.has_text_arguments or self.cuts_texts)
+
+    def finish(self, row: dict) -> list[dict]:
+        """A converted row, or one for every answer, in this shape; cut for a rehearsal.
+
+        Raises UserError for marks without an effect in a row of a stream, which no check before the run has seen.
+        """
+        if self.joins_completions and "completion" in row:
             row = formats.as_messages(row)
         if self.has_text_arguments:
             row = formats.with_text_arguments(row)
-        if cuts_texts:
+        if self.cuts_texts:
             row = cut_texts_of_row(row)
         rows = formats.split_answers(row) if self.splits_answers else [row]
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
@@ -159,17 +194,14 @@ class Shape:
         return [formats.complete(part, self.features) for part in rows]
 
 
-def shape_of(has: set[str], stored: Features, data: DataSettings) -> Shape:
-    """The shape of rows: `messages` if some have these and others a completion.
-
-    `has`: values of the fact HAS; `stored`: the columns of the format.
-    """
-    splits_answers = data.split_conversations
-    found = {*" ".join(has).split()}
-    if splits_answers or {"messages", "completion"} <= found:
-        found = found - {"prompt", "completion"} | {"messages"}
-    features = Features({name: kind for name, kind in stored.items() if name in found})
-    return Shape(features, splits_answers, data.has_text_arguments, data.drops_marks)
+def finish_batch(batch: dict[str, list], shape: Shape) -> dict[str, list]:
+    """Examined rows in the shape of the training rows."""
+    finished: dict[str, list] = {name: [] for name in shape.features}
+    for values in zip(*batch.values(), strict=True):
+        for row in shape.finish(converted_of(dict(zip(batch, values, strict=True)))):
+            for name in shape.features:
+                finished[name].append(row[name])
+    return finished
 
 
 def cut_texts_of_row(row: dict) -> dict:
@@ -195,104 +227,52 @@ def cut_texts(value: Any, letters: int) -> Any:
     return "".join(piece if index % 2 else piece[:letters] for index, piece in enumerate(pieces))
 
 
-@dataclass(frozen=True)
-class FirstRows:
-    """What the first rows of a dataset show."""
-
-    columns: list[str]
-    ignored: list[str]  # columns that nothing is read from
-    converted: list[PlacedRow]
-
-
 def find_conversion(
-    data: DataSettings, source: Source, rows: Iterable[PlacedRow], features: Features | None
-) -> tuple[Conversion, FirstRows]:
-    """How rows are converted: to the first of the formats to which one of the first rows can be converted.
+    data: DataSettings, source: Source, rows: Rows, keep: Callable[[dict], bool] | None
+) -> tuple[Conversion, list[str]]:
+    """How rows are converted: to the first of the formats to which one of the first rows can be converted; and their columns.
 
-    Raises UserError if no row can be converted. `features`: of `rows`, if they have some.
+    Raises UserError if no row can be converted.
     """
-    rows = iter(rows)
-    first = list(itertools.islice(rows, ROWS_TO_CHECK))
-    if not first:
-        raise UserError(f"dataset {source.display_name}: it is empty: no rows in {source.train_split}")
+    found = placed(rows, source.display_name, source.train_split)
+    first = list(itertools.islice(found, ROWS_TO_CHECK))
+    features = rows.features or {}
+    columns = list(dict.fromkeys([*features, *itertools.chain.from_iterable(row for _, row in first)]))
+    column_map = {old: new for old, new in (data.column_map or {}).items() if old in columns}
+    structs = tuple(column for column, kind in features.items() if has_struct(kind))
     path = Path(absolute_name(source.name))
     folder = str(path if path.is_dir() else path.parent) if path.is_absolute() else ""
-    names = dict.fromkeys(features or ())
-    for _, row in first:
-        names |= dict.fromkeys(row)
-    columns = list(names)
-    column_map = {old: new for old, new in (data.column_map or {}).items() if old in columns} or None
-    structs = tuple(column for column, kind in (features or {}).items() if has_struct(kind))
+    options = (column_map, structs, folder, data.template_arguments, keep)
+    conversion = Conversion(source.display_name, "", data.text_field, *options)
     if not data.formats:
-        return Conversion("", data.text_field, column_map, structs), FirstRows(columns, [], first)
-    # If nothing can be used of the first rows, some of the following ones may be complete.
-    candidates = first
-    while candidates:
+        return conversion, columns
+    for candidates in (first, found):  # if nothing can be used of the first rows, some of the following ones may be complete
+        searched = list(itertools.islice(candidates, ROWS_TO_SEARCH))
         for format in data.formats:
-            conversion = Conversion(format, data.text_field, column_map, structs, folder, data.template_arguments)
-            if found := list(itertools.islice(usable_rows(candidates, conversion), ROWS_TO_CHECK)):
-                check_flags_of_conversations(data, source, format)
-                some = [row for _, row in candidates[:ROWS_TO_CHECK]]
-                ignored = [column for column in columns if is_ignored(column, some, conversion)]
-                return conversion, FirstRows(columns, ignored, found)
-        candidates = list(itertools.islice(rows, ROWS_TO_SEARCH)) if candidates is first else []
-    reasons = [row[REASON] if REASON in row else examine(place, row, conversion)[REASON] for place, row in first]
-    check_images_can_be_used(source.display_name, reasons)
-    raise UserError(explain_no_format(data, source, [row for _, row in first]))
-
-
-def check_images_can_be_used(name: str, reasons: list[str]) -> None:
-    """Raises UserError if rows of a dataset are skipped because of an image. `reasons`: of rows, "" for one that is not."""
-    reason = next((reason for reason in reasons if reason.startswith(images.OF_IMAGE)), "")
-    if reason:
-        raise UserError(
-            f"--dataset_name: {name}: no row with an image can be used; the first one is a row {reason}. Paths of images are "
-            "relative to the file of the row"
-        )
-
-
-def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[PlacedRow]:
-    """The rows that can be used, converted; of a format "" as they are. Some may be examined already."""
-    for place, row in rows:
-        examined = row if REASON in row else examine(place, row, conversion)
-        if not examined[REASON]:
-            yield place, converted_of(examined) if conversion.format else row
-
-
-def check_flags_of_conversations(data: DataSettings, source: Source, format: str) -> None:
-    """Raises UserError if a flag that is for conversations is passed for rows that are none."""
-    name = source.display_name
-    if data.split_conversations and format not in ("messages", "images"):
-        raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
-    if data.template_arguments and format not in formats.CONVERSATIONS:
-        raise UserError(f"--chat_template_kwargs is for conversations, but {name} has none: leave out the flag")
-
-
-def explain_no_format(data: DataSettings, source: Source, first: list[dict]) -> str:
-    """The error message for a dataset whose first rows have none of the formats of the recipe."""
+            conversion = replace(conversion, format=format)
+            if next(usable_rows(searched, conversion), None):
+                return conversion, columns
+    reasons: dict[str, None] = {} if first else {"it is empty": None}  # in order
+    for format in data.formats:
+        for place, row in first:
+            reasons[f"{format}: {examine(place, row, replace(conversion, format=format))[REASON]}"] = None
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
-    mismatch = formats.explain_mismatch(first, data.formats, data.text_field, data.column_map)
-    names = '{"OLD": "NEW", "OLD": "NEW"}'
-    return (
-        f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}. If the columns have other names: "
-        f"--column_map '{names}'"
+    renamed = ", ".join(formats.rename(dict.fromkeys(columns), column_map))
+    raise UserError(
+        f"--dataset_name: {source.display_name} has the columns {renamed}: its first rows cannot be used ({', '.join(reasons)}); "
+        f"this recipe needs {wanted}. If the columns have other names: --column_map "
+        """'{"OLD": "NEW", "OLD": "NEW"}'"""
     )
+
+
+def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[dict]:
+    """The rows that can be used, converted; of a format "" as they are."""
+    for place, row in rows:
+        examined = examine(place, row, conversion)
+        if not examined[REASON]:
+            yield converted_of(examined) if conversion.format else row
 
 
 def has_struct(kind: Any) -> bool:
     """Whether a feature is an Arrow struct, or a list of them."""
     return isinstance(kind, dict) or (hasattr(kind, "feature") and has_struct(kind.feature))
-
-
-def is_ignored(column: str, rows: list[dict], conversion: Conversion) -> bool:
-    """Whether a column holds something and changes nothing in the converted rows."""
-    has_values = False
-    for row in rows:
-        if not is_nothing(row.get(column)):
-            has_values = True
-            try:
-                if conversion.convert(row) != conversion.convert(without(row, column)):
-                    return False
-            except RefusedRow:  # without its images
-                return False
-    return has_values

@@ -28,7 +28,6 @@ from harness.data.turns import (
     CONVERSATION_COLUMNS,
     END_OF_THINK,
     KEYS_OF_CALL,
-    ROLES,
     SkippedRow,
     is_conversation,
     is_nothing,
@@ -484,19 +483,6 @@ def other_keys(turn: dict) -> list[str]:
     for call in turn.get("tool_calls", []):
         keys += [f"tool_calls.{key}" for key, value in call.items() if key not in KEYS_OF_CALL and not is_nothing(value)]
     return list(dict.fromkeys(keys))
-
-
-def explain_mismatch(
-    rows: list[dict], accepted: tuple[str, ...], text_field: str, column_map: dict[str, str] | None = None
-) -> str:
-    """Why none of `rows` can be converted to one of the formats."""
-    reasons: dict[str, None] = {}  # in order
-    for format in accepted:
-        for row in rows:
-            reasons[f"{format}: {examine(row, format, text_field, column_map)[1]}"] = None
-    columns = ", ".join(map(str, rename(rows[0], column_map)))
-    roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
-    return f"has the columns {columns}: its first rows cannot be used ({', '.join(reasons)}){roles}"
 
 
 def with_text_arguments(row: dict) -> dict:

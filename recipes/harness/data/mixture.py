@@ -10,7 +10,6 @@ import math
 
 from harness.data.settings import DataSettings
 from harness.data.stream_rows import mix_streams
-from harness.messages import UserError
 
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -32,17 +31,11 @@ def mix(data: DataSettings, datasets: list[Dataset] | list[IterableDataset]) -> 
 
 
 def share(data: DataSettings, sizes: list[int]) -> list[int]:
-    """How many rows of datasets of these sizes an epoch has. Raises UserError if it has none of one of them."""
+    """How many rows of datasets of these sizes an epoch has."""
     total = data.max_samples or min(size / source.weight for size, source in zip(sizes, data.sources, strict=True))
     shares = [total * source.weight for source in data.sources]
     counts = list(map(math.floor, shares))
     by_rest = sorted(range(len(counts)), key=lambda index: counts[index] - shares[index])
     for index in by_rest[: round(total) - sum(counts)]:  # the largest rests are rounded up
         counts[index] += 1
-    for source, count in zip(data.sources, counts, strict=True):
-        if count == 0:
-            raise UserError(
-                f"--dataset_weights: an epoch has {total:.0f} rows, of which {source.display_name} would have none: pass a "
-                "larger weight for it, or a larger --max_samples"
-            )
     return counts

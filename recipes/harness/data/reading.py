@@ -6,20 +6,14 @@
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any
 
-from harness.compat.datasets import store_json_exactly
-from harness.data.columns import features_of_files, schema_of
-from harness.data.stream_rows import open_parquet
-from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, suffix_of
+from harness.data.stream_rows import features_of_files, open_parquet
+from harness.data.text_rows import COMPRESSED, SUFFIXES, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 
@@ -29,8 +23,6 @@ from datasets import (
     DatasetDict,
     Features,
     IterableDataset,
-    Json,
-    Value,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -43,17 +35,7 @@ NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requir
 # The split that a word in the name of a file or folder stands for, as in `datasets`.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
 SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
-# Numbers in CSV: not 007, and with no more digits than an int64 or a float64 holds.
-INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,7})\.[0-9]{1,7}")
-# The types of values in text files. A column has the last of those that its values have.
-TYPES = {
-    "null": Value("string"),
-    "int64": Value("int64"),
-    "float64": Value("float64"),
-    "string": Value("string"),
-    "json": Json(),
-}
+PLACE, ROW = "_place", "_row"  # columns of rows of text files
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 
 
@@ -103,125 +85,43 @@ def is_small(name: str | None) -> bool:
     return bool(files) and sum(file.stat().st_size for file in files) <= SMALL
 
 
-def check_exists(name: str) -> None:
-    """Raises UserError for the name of a file, folder or glob that is not there, and not that of a dataset of the Hub.
-
-    Also for a pipe or a device: a run reads its data several times.
-    """
-    for path in _local_paths(name):
-        if not path.is_file() and not path.is_dir():
-            raise UserError(
-                f"--dataset_name: {path} is neither a file nor a folder (a pipe?): a run reads its data more than once, so write "
-                "the data into a file"
-            )
-    path = Path(name)
-    is_path = re.search(r"^[/.~]|[*?\[]|/.*/", name)
-    if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() == COMPRESSED):
-        raise UserError(f"--dataset_name: file or folder not found: {name}")
-
-
-@dataclass(frozen=True)
-class TextFiles:
-    """JSON, CSV and text files of a split. Iterating yields each row with its place in words."""
-
-    files: tuple[str, ...]
-    kind: str
-    row_of: str  # of text files: see --text_rows
-
-    def __iter__(self) -> Iterator[tuple[str, dict]]:
-        for file in self.files:
-            for line, row in read_rows(Path(file), self.kind, self.row_of):
-                yield f"{file}, line {line}", row
-
-    def versions(self) -> list[tuple]:
-        """What the rows depend on."""
-        found = [(self.kind, self.row_of)]
-        for file in self.files:
-            status = Path(file).stat()
-            found.append((file, status.st_size, status.st_mtime_ns))
-        return found
-
-    def stream(self) -> IterableDataset:
-        """The rows in a column `row`, and their places in a column `place`."""
-        settings = {"files": list(self.files), "kind": self.kind, "row_of": self.row_of}
-        return IterableDataset.from_generator(_placed_rows, gen_kwargs=settings)
-
-    def as_dataset(self, streaming: bool) -> Split:
-        """The rows as they are: columns that are texts in all rows are strings, others are JSON.
-
-        In CSV, where every value is a text, a column of numbers only is numbers, as `datasets` reads it.
-        """
-        store_json_exactly()
-        columns: dict[str, str] = {}
-        for _, row in self:
-            for name, value in row.items():
-                columns[name] = max(columns.get(name, "null"), _type_of(value, self.kind), key=[*TYPES].index)
-        features = Features({name: TYPES[kind] for name, kind in columns.items()})
-        settings = {"files": list(self.files), "kind": self.kind, "row_of": self.row_of, "columns": columns}
-        if streaming:
-            return IterableDataset.from_generator(_raw_rows, features=features, gen_kwargs=settings)
-        return make_once(lambda: _raw_rows(**settings), features, [self.versions()])
-
-
-def _type_of(value: Any, kind: str) -> str:
-    """The type of a value in a file of this kind."""
-    if value is None:
-        return "null"
-    if not isinstance(value, str):
-        return "json"
-    if kind == "csv" and INTEGER.fullmatch(value):
-        return "int64"
-    return "float64" if kind == "csv" and DECIMAL.fullmatch(value) else "string"
-
-
-def _placed_rows(files: list[str], kind: str, row_of: str) -> Iterator[dict]:
-    for place, row in TextFiles(tuple(files), kind, row_of):
-        yield {"place": place, "row": row}
-
-
-def _raw_rows(files: list[str], kind: str, row_of: str, columns: dict[str, str]) -> Iterator[dict]:
-    """Rows with all columns. `columns`: their types."""
-    for _, row in TextFiles(tuple(files), kind, row_of):
-        yield {name: _as_type(row.get(name), of_column) for name, of_column in columns.items()}
-
-
-def _as_type(value: Any, kind: str) -> str | int | float | None:
-    if value is None or kind == "string":
-        return value
-    if kind == "json":
-        return json.dumps(value, ensure_ascii=False)
-    return int(value) if kind == "int64" else float(value)
+def checksum_of_code() -> str:
+    """Any change in this folder converts all rows again: simpler than to know which modules can change a row."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(code).hexdigest()
 
 
 def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list) -> Dataset:
     """A dataset of `rows()`, made by the first process that asks; all others wait, and read it from the cache of `datasets`.
 
-    `key`: what the rows depend on besides the code. Any change in this folder converts all rows again: simpler than to know which
-    modules can change a row, and none is forgotten.
+    `key`: what the rows depend on besides the code.
     """
     getLogger("datasets.builder").setLevel(ERROR)
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    fingerprint = hashlib.sha256(repr([key, features]).encode() + code).hexdigest()[:32]
+    fingerprint = hashlib.sha256(repr([key, features, checksum_of_code()]).encode()).hexdigest()[:32]
     return Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
 
 
-def open_splits(name: str, config: str | None, streaming: bool, text_rows: str | None = None) -> dict[str, Split | TextFiles]:
-    """All splits of a dataset: in memory or as streams, those of JSON, CSV and text as files that are still to be read.
+def open_splits(
+    name: str, config: str | None, streaming: bool, text_rows: str | None = None, keeps_lines: bool = True
+) -> dict[str, Split]:
+    """All splits of a dataset: in memory or as streams. Raises UserError if the dataset cannot be opened.
 
     `text_rows`: what a row of a text file is: "line" or "document". None: a document in Markdown files and where
-    there are several text files, else a line. Raises UserError if the dataset cannot be opened.
+    there are several text files, else a line. `keeps_lines`: JSON, CSV and text files are streams of rows in a column ROW as they
+    are in the file, with the file and line in a column PLACE; else they are read by `datasets`.
     """
-    check_exists(name)
     paths = _local_paths(name)
+    if not paths and (re.search(r"^[/.~]|[*?\[]|/.*/", name) or suffix_of(Path(name)) in SUFFIXES):
+        raise UserError(f"--dataset_name: file or folder not found: {name}")
     if paths and (saved := _open_saved(paths[0], streaming)):
         return saved
     if paths:
-        return _open_files(name, config, streaming, text_rows)
+        return _open_files(name, config, streaming, text_rows, keeps_lines)
     with hub_errors("dataset", name):
         if not HF_HUB_OFFLINE:
             HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
         elif streaming:  # from files in the cache of the Hub; `datasets` would only find what it has converted
-            return _open_files(snapshot_download(name, repo_type="dataset"), config, streaming, text_rows)
+            return _open_files(snapshot_download(name, repo_type="dataset"), config, streaming, text_rows, keeps_lines)
         if streaming:
             builder = load_dataset_builder(name, config)
             files = builder.config.data_files or {}
@@ -237,8 +137,6 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     """
     readme = folder / "README.md"
     if not readme.is_file() or not re.match(rb"---\n(?:.*\n)??configs:", readme.read_bytes(), re.DOTALL):
-        if config not in (None, "default"):  # as `datasets` names the only one
-            raise UserError(f"--dataset_config: {folder} has no configs in a README.md: leave out --dataset_config {config}")
         return {}
     with hub_errors("dataset", str(folder)):
         named = load_dataset_builder(str(folder), config).config.data_files or {}
@@ -268,27 +166,31 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     return splits
 
 
-def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split | TextFiles]:
-    """The rows of each split of local files. `text_rows`: see --text_rows; only Parquet and Arrow files have a config."""
+def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None, keeps_lines: bool) -> dict[str, Split]:
+    """The rows of each split of local files. See `open_splits`."""
     by_split, kind, _ = choose_files(name, config)
-    if kind not in ("parquet", "arrow"):
-        row_of = text_rows or usual_row(by_split)
-        splits = {}
-        for split, paths in by_split.items():
-            files = TextFiles(tuple(map(str, paths)), kind, row_of)
-            if next(iter(files), None):
-                splits[split] = files
-        if not splits:
-            raise UserError(f"dataset {name}: it is empty")
-        return splits
     with hub_errors("dataset", name):
-        return {split: _open_tables(paths, kind, streaming) for split, paths in by_split.items()}
+        if kind in ("parquet", "arrow"):
+            return {split: _open_tables(paths, kind, streaming) for split, paths in by_split.items()}
+    first, *others = itertools.chain(*by_split.values())
+    row_of = text_rows or ("document" if others or suffix_of(first) != ".txt" else "line")
+    names = {split: list(map(str, paths)) for split, paths in by_split.items()}
+    if keeps_lines:
+        settings = {"kind": kind, "row_of": row_of}
+        return {
+            split: IterableDataset.from_generator(_placed_rows, gen_kwargs={"files": files, **settings})
+            for split, files in names.items()
+        }
+    options = {"text": {"sample_by": row_of}, "csv": {"sep": separator_of(first)}}.get(kind, {})
+    escaped = {split: list(map(glob.escape, files)) for split, files in names.items()}
+    with hub_errors("dataset", name):
+        return load_dataset(kind, data_files=escaped, streaming=streaming, **options)
 
 
-def usual_row(by_split: dict[str, list[Path]]) -> str:
-    """What a row of text files is without the flag."""
-    files = list(itertools.chain(*by_split.values()))
-    return "document" if len(files) > 1 or suffix_of(files[0]) != ".txt" else "line"
+def _placed_rows(files: list[str], kind: str, row_of: str) -> Iterator[dict]:
+    for file in files:
+        for line, row in read_rows(Path(file), kind, row_of):
+            yield {PLACE: f"{file}, line {line}", ROW: row}
 
 
 def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[Path]], str, list[Path]]:
@@ -299,60 +201,35 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     paths = _local_paths(name)
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     if folder and (configured := _configured_files(folder, config)):
-        return configured, kind_of_file(next(iter(configured.values()))[0]), []
-    if config and not folder:
-        raise UserError(f"--dataset_config: {name} is no folder, so it has no configs: leave out --dataset_config {config}")
-    named = [path for path in paths if path.is_file()]
-    kinds = {}  # "": of no format that is read, also a file of another compression
+        return configured, SUFFIXES.get(suffix_of(next(iter(configured.values()))[0]), "text"), []
+    by_kind: dict[str, list[Path]] = {}
     for path in local_files(name):
-        if path in named:
-            kinds[path] = kind_of_file(path)
-        elif not NOT_DATA.match(path.name):
-            kinds[path] = SUFFIXES.get(suffix_of(path), "")
-    counts = Counter(kinds.values())
-    del counts[""]
-    if not counts:
-        found = ", ".join(sorted({path.suffix or path.name for path in local_files(name)})) or "nothing"
-        raise UserError(f"--dataset_name: {name} has no files in JSON, CSV, Parquet, Arrow or text, only: {found}")
-    if len(counts) > 1 and named:
-        raise UserError(f"--dataset_name: {name} names files of several formats ({', '.join(counts)}): pass those of one")
-    kind = max(("parquet", "arrow", "json", "csv", "text"), key=lambda kind: (kind != "text" and counts[kind] > 0, counts[kind]))
+        if path in paths or not NOT_DATA.match(path.name):
+            by_kind.setdefault(SUFFIXES.get(suffix_of(path), ""), []).append(path)  # "": also of another compression
+    ignored = by_kind.pop("", [])
+    if not by_kind:
+        raise UserError(f"--dataset_name: {name}: no files found that end with {', '.join(SUFFIXES)}, also {COMPRESSED}")
+    kind = max(by_kind, key=lambda kind: (kind != "text", len(by_kind[kind])))
+    chosen = by_kind.pop(kind)
+    ignored += itertools.chain(*by_kind.values())
+    if not folder and len(chosen) == 1:
+        return {"train": chosen}, kind, ignored
     splits: dict[str, list[Path]] = {}
-    ignored = []
-    for path in kinds:
-        if kinds[path] == kind:
-            is_only_one = not folder and counts[kind] == 1
-            split = "" if is_only_one else _split_of(path.relative_to(folder or path.parent))
-            splits.setdefault(split, []).append(path)
-        else:
-            ignored.append(path)
+    for path in chosen:
+        splits.setdefault(_split_of(path.relative_to(folder or path.parent)), []).append(path)
     unnamed = splits.pop("", [])
     if "train" in splits:
         return splits, kind, ignored + unnamed
     return {"train": unnamed} | splits if unnamed else splits, kind, ignored
 
 
-def _has_files(name: str) -> bool:
-    """Whether a dataset is files on this machine; not on the Hub, nor written by `save_to_disk`."""
-    paths = _local_paths(name)
-    return bool(paths) and not _is_saved(paths[0])
-
-
-def files_of_splits(name: str, config: str | None) -> dict[str, list[Path]]:
-    """The files of each split; {} for the Hub and for a folder of `save_to_disk`."""
-    return choose_files(name, config)[0] if _has_files(name) else {}
-
-
 def print_ignored_files(name: str, config: str | None) -> None:
-    """Prints which files of a folder are not read."""
-    check_exists(name)
-    ignored = choose_files(name, config)[2] if _has_files(name) else []
+    """Prints which files of a folder are not read, as compressed ones: else a run trains on less than its user thinks."""
+    paths = _local_paths(name)
+    ignored = choose_files(name, config)[2] if paths and not _is_saved(paths[0]) else []
     if ignored:
-        others = f" and {len(ignored) - 5} others" if len(ignored) > 5 else ""
-        names = ", ".join(file.name for file in ignored[:5])
-        print_once(
-            f"{name}: ignoring {names}{others}: of another format or compression, or not named after a split as other files are."
-        )
+        names = ", ".join(file.name for file in ignored[:5]) + (" …" if len(ignored) > 5 else "")
+        print_once(f"{name}: ignoring {names}: of another format or compression, or not named after a split as other files are.")
 
 
 def _split_of(path: Path) -> str:
@@ -378,7 +255,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
-    """Parquet or Arrow files; those without a column that others have become rows in which it is null.
+    """Parquet or Arrow files; those of Parquet without a column that others have become rows in which it is null.
 
     Parquet files without rows are skipped, unless all are: `datasets` fails at them.
     """
@@ -387,7 +264,7 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
     names = list(map(str, files))
     if streaming and kind == "parquet":
         return open_parquet(names)
-    features = features_of_files(files[0].parent.name, [schema_of(name, kind) for name in names])
+    features = features_of_files(map(pyarrow.parquet.read_schema, names)) if kind == "parquet" else None
     return load_dataset(
         kind, data_files={"train": list(map(glob.escape, names))}, split="train", streaming=streaming, features=features
     )

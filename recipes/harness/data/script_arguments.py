@@ -4,8 +4,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.messages import UserError
-
 import trl
 
 
@@ -75,7 +73,4 @@ class ScriptArguments(trl.ScriptArguments):
         for name in ("column_map", "chat_template_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str):
-                value = json.loads(value)  # `make_objects` says of which flag the JSON is that cannot be read
-                setattr(self, name, value)
-            if not isinstance(value, dict | None):
-                raise UserError(f'--{name} is {value!r}, expected names and values, for example \'{{"question": "prompt"}}\'')
+                setattr(self, name, json.loads(value))  # `make_objects` says of which flag the JSON is that cannot be read

@@ -5,21 +5,19 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from harness.data.columns import features_of_files
 from harness.hub import HubLost, temporary_failure
 from harness.messages import UserError
 
 import numpy
 import xxhash
-from datasets import DatasetInfo, IterableDataset, NamedSplit, concatenate_datasets, config, interleave_datasets
+from datasets import DatasetInfo, Features, IterableDataset, NamedSplit, concatenate_datasets, config, interleave_datasets
 from fsspec.core import url_to_fs
 from huggingface_hub.utils import httpx
-from pyarrow import ArrowException, RecordBatch, Schema, parquet
+from pyarrow import ArrowException, RecordBatch, Schema, parquet, unify_schemas
 
 MOST_PARTS = 16  # of a stream: the first step needs a batch of packed documents of each part
 # A resumed run reads the current blocks again: fewer blocks are larger. More blocks open files and read footers more often.
@@ -49,7 +47,7 @@ def open_parquet(files: list[str], split: str = "train", info: DatasetInfo | Non
     schemas = [schema for _, schema in footers.values()]
     if info and info.features:
         schemas.insert(0, info.features.arrow_schema)
-    features = features_of_files(Path(files[0]).parent.name, schemas)
+    features = features_of_files(schemas)
     most = max(1, min(BLOCKS_PER_FILE, MOST_BLOCKS // len(files)))
     blocks: list[Block] = []
     for file in files:
@@ -62,6 +60,11 @@ def open_parquet(files: list[str], split: str = "train", info: DatasetInfo | Non
     )
     stream.info.splits = info and info.splits
     return stream
+
+
+def features_of_files(schemas: Iterable[Schema]) -> Features:
+    """The columns of all files. A file can lack some of them, or have only nulls or whole numbers in one."""
+    return Features.from_arrow_schema(unify_schemas(list(schemas), promote_options="permissive"))
 
 
 def _open(file: str) -> Any:

@@ -5,17 +5,13 @@ is first seen after 10 MB, as `train` in one message. Its CSV builder drops quot
 told the separator and that NA is a word.
 """
 
-import codecs
-import contextlib
 import csv
 import gzip
-import itertools
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from harness.messages import UserError
 
@@ -28,51 +24,22 @@ SUFFIXES = {
     ".arrow": "arrow",
 }
 COMPRESSED = ".gz"
-GZIP = b"\x1f\x8b"
 CSV_SEPARATORS = (",", ";", "\t", "|")
 LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
-BLANKS = re.compile(r"\s*")
+BETWEEN = re.compile(r"[\s,]*")  # values of a list
 DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are no JSON
 
 
 def suffix_of(path: Path) -> str:
     """The suffix in small letters, without that of a compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == COMPRESSED else (suffixes or [""])[-1]
-
-
-def kind_of_file(path: Path) -> str:
-    """json, csv, text, parquet or arrow, by the suffix. Raises UserError for a file that is none of these."""
-    if kind := SUFFIXES.get(suffix_of(path)):
-        return kind
-    raise UserError(f"--dataset_name: {path}: expected a file {', '.join(SUFFIXES)} (also {COMPRESSED}): convert or rename it")
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, those of gzip decompressed. Raises UserError for a damaged one."""
-    with path.open("rb") as file:
-        is_compressed = file.read(2) == GZIP
-    try:
-        with gzip.open(path, "rb") if is_compressed else path.open("rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error) as error:
-        if not is_compressed:
-            raise
-        raise UserError(f"--dataset_name: {path} is damaged or incomplete: {error}") from error
+    return Path(path.name.lower().removesuffix(COMPRESSED)).suffix
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file with their numbers. Raises UserError if it is not UTF-8."""
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8: save the file as UTF-8"
-                ) from error
+    """The lines of a text file with their numbers."""
+    opens = gzip.open if path.suffix.lower() == COMPRESSED else open
+    with opens(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+        yield from enumerate(file, 1)
 
 
 def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int, dict]]:
@@ -85,47 +52,27 @@ def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a JSON file, each with the number of its line.
-
-    The file has one object per line, objects over several lines, a list of objects, or an object with such a list.
-    """
-    lines = ((number, line.strip()) for number, line in read_lines(path) if line.strip())
-    first = next(lines, None)
-    if first is None:
-        return
+    """The rows of a JSON file, each with the number of its line: an object in each line, or a list of objects."""
+    number = 1
+    position = 0
     try:
-        is_one_per_line = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
-    except json.JSONDecodeError:
-        is_one_per_line = False
-    texts = itertools.chain([first], lines) if is_one_per_line else [(1, "".join(line for _, line in read_lines(path)))]
-    for line, text in texts:
-        position = 0
-        while (position := BLANKS.match(text, position).end()) < len(text):
-            number = line + text.count("\n", 0, position)
-            value, position = _parse(path, text, line, position)
-            for part in _rows_in(value):
-                yield number, _row_of_json(part, path, number)
-
-
-def _rows_in(value: Any) -> list:
-    """The rows of a list, or of an object that has nothing but a list of them: {"data": [{…}, …]}."""
-    if isinstance(value, dict) and len(value) == 1:
-        ((name, rows),) = value.items()
-        if name in ("data", "rows", "train", "examples") and isinstance(rows, list) and all(isinstance(r, dict) for r in rows):
-            return rows
-    return value if isinstance(value, list) else [value]
-
-
-def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any, int]:
-    """The JSON value at `position` and where it ends. `line`: the number of the first line of `text`."""
-    try:
-        return DECODER.raw_decode(text, position)
+        if next((line for _, line in read_lines(path) if line.strip()), "").lstrip().startswith("["):
+            text = "".join(line for _, line in read_lines(path))
+            end = BETWEEN.match(text, text.index("[") + 1).end()
+            while text[end : end + 1] != "]":
+                number += text.count("\n", position, end)
+                position = end
+                value, end = DECODER.raw_decode(text, position)
+                yield number, _row_of_json(value, path, number)
+                end = BETWEEN.match(text, end).end()
+            return
+        for number, line in read_lines(path):
+            if line.strip():
+                yield number, _row_of_json(DECODER.decode(line), path, number)
     except json.JSONDecodeError as error:
-        problem = error.msg.removesuffix(" at")
-        shown = text.split("\n")[error.lineno - 1].strip()[:80]
-        raise UserError(
-            f"{path}, line {line + error.lineno - 1}: JSON parse error: {problem} at character {error.colno}: {shown}"
-        ) from error
+        number += error.doc.count("\n", position, error.pos)
+        shown = error.doc[error.pos : error.pos + 80].strip()
+        raise UserError(f"{path}, line {number}: JSON parse error: {error.msg} (character {error.colno}): {shown}") from error
 
 
 def _row_of_json(value: Any, path: Path, line: int) -> dict:
@@ -134,10 +81,6 @@ def _row_of_json(value: Any, path: Path, line: int) -> dict:
         value = {"text": value}
     if not isinstance(value, dict):
         raise UserError(f'{path}, line {line}: found {json.dumps(value)[:60]}, expected an object like {{"text": "…"}}')
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{path}, line {line}: half of a character (\\ud800 to \\udfff), which is no text: delete it") from error
     return value
 
 
@@ -150,45 +93,25 @@ def separator_of(path: Path) -> str:
 def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
     """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007.
 
-    Python's lenient reader would drop quotation marks that are not doubled, and let a value that is not closed swallow rows.
+    Python's lenient reader would drop quotation marks that are not doubled, and let a value that is not closed swallow rows; and
+    what follows a separator that is not quoted would be dropped.
     """
-    separator = separator_of(path)
-    row: list[str] = []  # the lines of the current row
-
-    def lines() -> Iterator[str]:
-        for _, line in read_lines(path):
-            row.append(line)
-            yield line
-
     csv.field_size_limit(LONGEST_VALUE)  # of all readers in this process: the module has no other way
-    reader = csv.reader(lines(), delimiter=separator, strict=True)
+    reader = csv.reader((line for _, line in read_lines(path)), delimiter=separator_of(path), strict=True)
     header: list[str] = []
-    while True:
-        row.clear()
-        began = reader.line_num + 1
-        try:
-            values = next(reader, None)
-        except csv.Error as error:
-            if separator != "\t" or len(row) > 1:
-                raise UserError(
-                    f"{path}, line {began}: not readable as CSV: {error} (is a quotation mark of this row not closed, or not "
-                    "doubled?)"
-                ) from error
-            values = row[0].rstrip("\r\n").split(separator)  # many TSV files quote nothing
-        if values is None:
-            return
-        if values and not header:
-            header = [name.strip() for name in values]
-            for name in header:
-                if name and header.count(name) > 1:
-                    raise UserError(f"{path}, line {reader.line_num}: two columns are called {name}: rename one of them")
-        elif values:
-            if len(values) > len(header):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(values)} values, but the header names {len(header)} columns "
-                    f"({', '.join(header)}): quote values that contain the separator"
-                )
-            yield reader.line_num, dict(zip(header, values, strict=False))
+    try:
+        for values in reader:
+            if not header:
+                header = [name.strip() for name in values]
+            elif len(values) > len(header):
+                raise csv.Error(f"{len(values)} values, but the header names {len(header)} columns ({', '.join(header)})")
+            elif values:
+                yield reader.line_num, dict(zip(header, values, strict=False))
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {reader.line_num}: not readable as CSV: {error}: quote values that contain the separator, and double "
+            "the quotation marks in them"
+        ) from error
 
 
 def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:

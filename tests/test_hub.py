@@ -50,20 +50,17 @@ def stop(server):
     server.server_close()
 
 
-def test_unknown_and_gated_models(hub, error_of):
+def test_models_that_cannot_be_read(hub, error_of, tmp_path):
     (hub.root / "models/locked/model").mkdir(parents=True)
     (hub.root / "models/locked/model/.gated").touch()
-    message = error_of(check_model_exists, "locked/model", "main")
-    assert "model locked/model: " in message and "gated" in message and "hf auth login" in message
-    message = error_of(check_model_exists, "no/such-model", "main")
-    assert "model no/such-model: not found on the Hub" in message
+    assert "gated repo" in error_of(check_model_exists, "locked/model", "main")
+    for name in ("no/such-model", "a b", "./nowhere", str(tmp_path)):
+        assert f"model {name}: " in error_of(check_model_exists, name, "main")
 
 
-def test_adapter_on_the_hub(hub, error_of):
-    (hub.root / "models/an/adapter").mkdir(parents=True)
-    (hub.root / "models/an/adapter/adapter_config.json").write_text('{"base_model_name_or_path": "its/base"}')
-    assert "its/base" in error_of(check_model_exists, "an/adapter", "main")
-    message = error_of(check_model_exists, str(hub.root / "models/an/adapter"), "main")
+def test_adapter_is_no_model(error_of, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "its/base"}')
+    message = error_of(check_model_exists, str(tmp_path), "main")
     assert "its/base" in message and "--merge" in message
 
 
@@ -126,7 +123,7 @@ def test_run_resumes_with_the_commit_of_its_teacher(hub, tmp_path, monkeypatch):
 
 def test_model_in_the_cache_needs_no_hub(hub):
     (hub.root / "models/open/model").mkdir(parents=True)
-    (hub.root / "models/open/model/config.json").write_text("{}")
+    (hub.root / "models/open/model/config.json").write_text('{"model_type": "llama"}')
     check_model_exists("open/model", "main")
     hub.shutdown()
     check_model_exists("open/model", "main")
@@ -152,12 +149,6 @@ def test_tokenizer_that_is_not_in_the_cache(hub, error_of):
             AutoTokenizer.from_pretrained("open/model")
 
     assert "the tokenizer of open/model: not on this machine, and the Hub cannot be reached" in error_of(load)
-
-
-def test_folder_that_is_not_a_model(hub, tmp_path, error_of):
-    assert "no config.json" in error_of(check_model_exists, str(tmp_path), "main")
-    assert "folder not found: ./nowhere" in error_of(check_model_exists, "./nowhere", "main")
-    assert "not found on the Hub" in error_of(check_model_exists, "a b", "main")
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "several files"])
@@ -272,9 +263,3 @@ def test_run_resumes_after_the_hub_was_lost(session_hub, fork_launch, tmp_path):
     assert process.returncode == 0, process.stderr
     assert f"Resuming from {run}/checkpoint-{step}" in process.stdout
     assert losses(run) == losses(tmp_path / "uninterrupted") and read(run)["resumed_from_step"] == int(step)
-
-
-@pytest.mark.parametrize("endpoint", ["foo", "file:///etc/passwd", "ftp://127.0.0.1"])
-def test_address_of_the_hub_that_is_none(error_of, monkeypatch, endpoint):
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    assert f"HF_ENDPOINT is {endpoint}, expected an address" in error_of(is_reachable)

@@ -26,15 +26,10 @@ class HubLost(Exception):
 
 def is_reachable(seconds: float = 5.0) -> bool:
     """Whether the Hub's address answers within `seconds`. Does not import huggingface_hub, which would retry for long."""
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    if not endpoint.startswith(("http://", "https://")):
-        raise UserError(
-            f"HF_ENDPOINT is {endpoint}, expected an address such as https://huggingface.co: set another one, or unset it"
-        )
-    address = request.Request(endpoint, method="HEAD")
+    address = request.Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
     try:
         request.urlopen(address, timeout=seconds).close()
-    except OSError as failure:
+    except OSError as failure:  # huggingface_hub has certificates of its own
         return isinstance(failure, error.HTTPError) or isinstance(getattr(failure, "reason", None), ssl.SSLError)
     return True
 
@@ -58,32 +53,25 @@ def use_cache_if_unreachable() -> None:
 
 
 def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_path") -> None:
-    """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code.
+    """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub.
 
-    `flag`: which names the model.
+    Also for the folder of an adapter: transformers would load its base model too, and train neither. `flag`: names the model.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from transformers import CONFIG_MAPPING
+    from transformers import AutoConfig
 
-    if Path(model).is_dir():
-        check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")), flag)
-        file = str(Path(model, "config.json"))
-        if not Path(file).is_file():
-            raise UserError(f"{flag}: {model} has no config.json, so it is not a model folder")
-    elif model.startswith(("/", ".", "~")):
-        raise UserError(f"{flag}: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
-    else:
-        with hub_errors("model", model):
-            file = try_to_load_from_cache(model, "config.json", revision=revision)
-            if not isinstance(file, str):
-                info = HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
-                if "adapter_config.json" in [file.rfilename for file in info.siblings]:
-                    adapter = hf_hub_download(model, "adapter_config.json", revision=revision)
-                    check_is_no_adapter(model, read_json(Path(adapter)), flag)
-                file = hf_hub_download(model, "config.json", revision=revision)
-    config = read_json(Path(file))
-    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"{flag}: {model}: {OWN_CODE}")
+    adapter = read_json(Path(model, "adapter_config.json"))
+    if adapter:
+        base = adapter.get("base_model_name_or_path")
+        raise UserError(
+            f"{flag}: {model} is an adapter: pass its base model, {base}, or the folder that ./launch.sh --merge {model} writes. "
+            "--chat, --merge and --verify take the adapter itself"
+        )
+    with hub_errors("model", model):
+        if not Path(model).is_dir() and not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
+            hf_hub_download(model, "config.json", revision=revision)
+        AutoConfig.from_pretrained(model, revision=revision)
 
 
 def commit_of(model: str, revision: str) -> str:
@@ -92,17 +80,6 @@ def commit_of(model: str, revision: str) -> str:
 
     file = None if Path(model).is_dir() else try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(file).parent.name if isinstance(file, str) else revision
-
-
-def check_is_no_adapter(model: str, settings: dict, flag: str) -> None:
-    """Raises UserError for an adapter: transformers would load its base model too, and train neither. `settings`: its JSON."""
-    if not settings:
-        return
-    merge = ""
-    if Path(model).is_dir():
-        merge = f", or the folder that ./launch.sh --merge {model} writes. --chat, --merge and --verify take the adapter itself"
-    base = settings.get("base_model_name_or_path")
-    raise UserError(f"{flag}: {model} is an adapter: pass its base model, {base}{merge}")
 
 
 @contextlib.contextmanager
@@ -119,7 +96,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     from pyarrow import ArrowException
     from safetensors import SafetensorError
 
-    not_here = (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)
+    unreachable = (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError, ConnectionError)
     damaged = (EOFError, ArrowException, SafetensorError)
     if kind != "dataset":
         from harness.compat.transformers import never_ask_for_code
@@ -129,27 +106,18 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, StopIteration, DatasetsError, httpx.HTTPError, *damaged) as problem:
         causes = [problem]
-        while cause := causes[-1].__cause__ or (None if causes[-1].__suppress_context__ else causes[-1].__context__):
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
-
-        def is_caused_by(*kinds: type) -> bool:
-            return any(isinstance(cause, kinds) for cause in causes)
-
-        if is_caused_by(UserError):  # about a file, from the reader that `datasets` called
-            raise next(cause for cause in causes if isinstance(cause, UserError)) from problem
+        for cause in causes:
+            if isinstance(cause, UserError):  # about a file, from the reader that `datasets` called
+                raise cause from problem
         # transformers only says that it cannot make a tokenizer, and names a package.
         lacks_tokenizer = kind == TOKENIZER and not Path(name).is_dir() and not is_reachable()
-        if is_caused_by(errors.GatedRepoError):
-            reason = f"access is gated: accept its terms on its Hub page, then {LOGIN}"
-        elif is_caused_by(errors.RepositoryNotFoundError, errors.HFValidationError):
-            reason = f"not found on the Hub, or private: check the name; for a private one {LOGIN}"
-        elif lacks_tokenizer or is_caused_by(httpx.TransportError, ConnectionError, *not_here):
+        if lacks_tokenizer or any(isinstance(cause, unreachable) for cause in causes):
             reason = (
                 "not on this machine, and the Hub cannot be reached: connect to the network (HF_ENDPOINT and HF_HUB_OFFLINE "
                 "apply), or run ./launch.sh --prepare on a machine with a network, or give the path of a local folder"
             )
-        elif is_caused_by(StopIteration):
-            reason = "it is empty"
         elif "trust_remote_code" in str(problem):
             reason = OWN_CODE
         else:

@@ -126,7 +126,7 @@ def test_prompts_that_are_not_used(build_trainer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--teacher_model_name_or_path", "./nowhere"], "--teacher_model_name_or_path: folder not found: ./nowhere"),
+        (["--teacher_model_name_or_path", "./nowhere"], "./nowhere"),
         (["--teacher_model_name_or_path", "Qwen/Qwen3-4B"], "Qwen/Qwen3-4B is the model that is trained"),
         (["--dataset_streaming", "true"], "--dataset_streaming false"),
         (["--use_vllm", "true"], "--vllm_mode server"),

@@ -140,8 +140,7 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
     revision = model_args.model_revision
     check_model_exists(name, revision)
     check_architecture(training_args, model_args, name)
-    with hub_errors("model", name):
-        config = AutoConfig.from_pretrained(name, revision=revision)
+    config = AutoConfig.from_pretrained(name, revision=revision)
     quantization = getattr(config, "quantization_config", None) or {}
     if is_sharded and quantization and "mxfp4" not in str(quantization):  # those are loaded in bf16
         raise UserError(
@@ -193,8 +192,7 @@ def check_architecture(training_args: TrainingArguments, model_args: ModelConfig
     It loads the class that config.json names. A recipe with a plain Trainer loads its model itself. `name`: of the model, in
     messages.
     """
-    with hub_errors("model", name):
-        config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     architecture = (config.architectures or [""])[0]
     is_other = hasattr(transformers, architecture) and architecture not in GENERATING
     if is_other and isinstance(training_args, SFTConfig | DPOConfig):
@@ -216,7 +214,7 @@ def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
     """The model without its weights, on the meta device."""
     name = model_args.model_name_or_path
     revision = model_args.model_revision
-    with hub_errors("model", name), torch.device("meta"):
+    with torch.device("meta"):
         config = AutoConfig.from_pretrained(name, revision=revision)
         if model_args.lora_task_type == "SEQ_CLS":  # set by a recipe for a classifier or a reward model
             return AutoModelForSequenceClassification.from_config(config)

@@ -68,10 +68,14 @@ def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_p
             "--chat, --merge and --verify take the adapter itself"
         )
     with hub_errors("model", model):
-        if not Path(model).is_dir() and not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-            HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
-            hf_hub_download(model, "config.json", revision=revision)
-        AutoConfig.from_pretrained(model, revision=revision)
+        folder = Path(model)
+        if not folder.is_dir():
+            file = try_to_load_from_cache(model, "config.json", revision=revision)
+            if not isinstance(file, str):
+                HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
+                file = hf_hub_download(model, "config.json", revision=revision)
+            folder = Path(file).parent
+        AutoConfig.from_pretrained(folder)
 
 
 def commit_of(model: str, revision: str) -> str:

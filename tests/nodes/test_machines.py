@@ -1,4 +1,4 @@
-"""Which machines a run has, from the variables of SLURM, of SkyPilot, or of the user; contradictions are errors."""
+"""Which machines a run has, from the variables of SLURM or of the user; contradictions are errors."""
 
 import os
 
@@ -11,13 +11,12 @@ pytestmark = pytest.mark.unit
 
 PLAIN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "127.0.0.1"}
-SKY = {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
 
 
 @pytest.fixture
 def nodes_from(monkeypatch):
     """Calls `nodes_from_environment` in an environment with the given variables."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SKYPILOT_", "N", "MASTER_"))]:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "N", "MASTER_"))]:
         monkeypatch.delenv(name)
 
     def call(variables):
@@ -35,7 +34,6 @@ def nodes_from(monkeypatch):
         ({"NPROC_PER_NODE": "2"}, cluster.Nodes(head="", processes=2)),
         (PLAIN, cluster.Nodes(2, 1, "127.0.0.1", another="127.0.0.1")),
         (PLAIN | {"MASTER_PORT": "1234"}, cluster.Nodes(2, 1, "127.0.0.1", 1234, another="127.0.0.1")),
-        (SKY, cluster.Nodes(3, 2, "127.0.0.1", another="127.0.0.1", processes=1)),
         (STEP | {"SLURM_GPUS_ON_NODE": "4"}, cluster.Nodes(2, 1, "127.0.0.1", 10_007, "127.0.0.1", 4)),
         (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, cluster.Nodes(2, 1, "127.0.0.1", 10_007, "127.0.0.1", 2)),
     ],
@@ -49,25 +47,17 @@ def test_nodes_from_variables(nodes_from, variables, expected):
     [
         ({"NNODES": "2"}, ["NODE_RANK", "MASTER_ADDR"]),
         ({"NNODES": "two"}, ["NNODES", "'two'", "whole number"]),
-        (PLAIN | {"NNODES": "1:2"}, ["NNODES is 1:2", "fixed number of nodes"]),
-        (PLAIN | {"NNODES": "1-2"}, ["NNODES", "'1-2'", "whole number"]),
-        ({"NODE_RANK": "0"}, ["NNODES and MASTER_ADDR missing"]),
         ({"NNODES": "0"}, ["NNODES", "'0'", "1 or more"]),
         (PLAIN | {"NODE_RANK": "2"}, ["2 of 2", "0 to 1"]),
-        (PLAIN | {"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "65535"]),
-        (PLAIN | {"MASTER_ADDR": "127.0.0.1:29400"}, ["without a port"]),
         (PLAIN | {"MASTER_ADDR": "no.such.host.invalid"}, ["no.such.host.invalid", "does not resolve", "MASTER_ADDR"]),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["2(x2) tasks per node", "--ntasks-per-node=1"]),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "PATH": "/nowhere"}, ["srun", "PATH"]),
         (
             {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8"},
             ["--ntasks-per-node=1", "4(x2) tasks per node"],
         ),
     ],
 )
-def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variables, words):
-    if "PATH" not in variables:
-        monkeypatch.setattr(cluster.shutil, "which", lambda name: name)
+def test_wrong_variables_are_an_error(nodes_from, error_of, variables, words):
     message = error_of(nodes_from, variables)
     for word in words:
         assert word in message

@@ -95,7 +95,7 @@ def test_listens_on_this_machine_only(fork_launch, tmp_path, monkeypatch):
 )
 def test_nccl_listens_on_this_machine_only(monkeypatch, nodes, before, expected):
     """Unless the user says otherwise, or there are other nodes."""
-    monkeypatch.setattr(launch_module, "interface_of", lambda address: {"127.0.0.1": "lo"}[address])
+    monkeypatch.setattr(launch_module, "interface_to", lambda address: {"127.0.0.1": "lo"}[address])
     monkeypatch.setattr(os, "environ", dict(before))
     config = AccelerateConfig("c.yaml", distributed_type="FSDP")
     launch_module.set_environment_of_processes("recipe.py", config, Nodes(count=nodes), 2, tiny=False)

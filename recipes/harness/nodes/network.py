@@ -180,15 +180,10 @@ def own_address(host: str) -> str:
 
 
 def interface_to(host: str) -> str | None:
-    """The name of the network interface on the route to `host`, None if that is the loopback interface or not known."""
-    own = own_address(host)
-    return None if own.startswith("127.") else interface_of(own)
-
-
-def interface_of(own: str) -> str | None:
-    """The name of the network interface that has this address, None if it is not known."""
+    """The name of the network interface on the route to `host`, None if it is not known."""
     import psutil
 
+    own = own_address(host)
     for name, addresses in psutil.net_if_addrs().items():
         if own in {address.address for address in addresses}:
             return name

@@ -31,7 +31,7 @@ from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched, read_number,
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, last_line, plural
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
-from harness.nodes.network import LOST, UNREACHABLE, interface_of, interface_to, own_address
+from harness.nodes.network import LOST, UNREACHABLE, interface_to, own_address
 from harness.nodes.variables import seconds_to_wait
 from harness.run.failures import HOST_ADVICE
 from harness.runs import rehearsal_hint
@@ -113,7 +113,7 @@ def set_environment_of_processes(recipe: str, config: AccelerateConfig, nodes: N
     # accelerate sets one thread per process. An optimizer on the CPU (offload) needs every core, a rehearsal only one.
     threads = 1 if tiny else max(1, physical_cores() // per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if nodes.count == 1 and (loopback := interface_of("127.0.0.1")):
+    if nodes.count == 1 and (loopback := interface_to("127.0.0.1")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo listens at the address of the machine's name
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # NCCL would listen at that of another interface
     if nodes.count > 1 and nodes.another and (interface := interface_to(nodes.another)):

@@ -101,6 +101,15 @@ def test_epoch_without_dropped_rows(preview_tiny, tmp_path):
     assert json.loads(process.stdout)["sequences_per_epoch"] == pytest.approx(54 - dropped)
 
 
+def test_epoch_of_split_conversations(preview_tiny, tmp_path):
+    """54 of 60 rows are trained on; each has two answers."""
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "system", "content": str(n)}, *turns]} for n in range(60)])
+    flags = ["--split_conversations", "true", "--packing", "false"]
+    process = preview_tiny("qwen2_chat", "--dataset_name", tmp_path / "rows.jsonl", *flags, "--json")
+    assert json.loads(process.stdout)["sequences_per_epoch"] == 108, process.stderr
+
+
 def test_pairs_of_answers(preview_tiny, tmp_path):
     """Every prompt with an answer is counted as the model sees it; pairs whose prompt alone is too long are named."""
     length, tokenizer = 40, tiny_tokenizer("Qwen/Qwen3-4B-Instruct-2507")

@@ -211,9 +211,7 @@ def test_preview_of_several_functions(score_of):
     """Each is shown, and those that tell nothing apart are named."""
     found = score_of(is_equal, all_alike, rates_nothing, rows=rows_with(["yes", "no", "perhaps", "yes"]))
     assert found["rewards"][0]["functions"] == {"is_equal": 1, "all_alike": 1, "rates_nothing": None}
-    assert [name in warning for name, warning in zip(("all_alike", "rates_nothing"), found["warnings"], strict=True)] == [
-        True
-    ] * 2
+    assert "all_alike" in found["warnings"][0] and "rates_nothing" in found["warnings"][1]
     assert json.loads(json.dumps(found, allow_nan=False))
 
 
@@ -278,9 +276,6 @@ def test_questions_without_a_number_are_left_out(build_trainer, tmp_path, capsys
         (["--num_iterations", "2"], "would generate other answers"),
         (["--steps_per_generation", "4"], "would generate other answers"),
         (["--num_generations", "3"], "--num_generations 3"),
-        (["--use_transformers_continuous_batching", "true"], "small updates are lost"),
-        (["--use_vllm", "true"], "--vllm_mode server"),
-        (["--dataset_streaming", "true"], "--dataset_streaming false"),
         (["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss"], "--metric_for_best_model"),
     ],
 )

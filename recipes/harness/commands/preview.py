@@ -136,7 +136,7 @@ class Preview:
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
         """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
-        from harness.data.loading import count_training_rows
+        from harness.data.loading import PREVIEWED_ROWS, count_training_rows
 
         data = self.started.run.data
         is_known = self.data.get("is_complete") and "datasets" not in self.data  # a mixture reads some rows more often
@@ -145,8 +145,9 @@ class Preview:
         if not total:
             return None, None
         tokens_of_row = statistics.mean(sum(len(ids) for ids, _ in self.as_seen(row)) for row in self.first_rows)
-        if "loaded_rows" in self.data:
-            rows = len(self.trainer.train_dataset) * total / self.data["loaded_rows"]
+        if "loaded_rows" in self.data:  # --split_conversations makes several of one row
+            loaded = self.data["loaded_rows"] if "datasets" in self.data else min(total, PREVIEWED_ROWS)
+            rows = len(self.trainer.train_dataset) * total / loaded
         else:  # a stream
             lengths = [len(ids) for ids, _ in self.documents]
             rows = total * (sum(lengths) - sum(self.cut_tokens())) / len(lengths) / tokens_of_row

@@ -125,7 +125,7 @@ def test_answers_that_do_not_count_are_no_prompts(rehearse):
     ids = AutoTokenizer.from_pretrained(run).apply_chat_template(turns)["input_ids"]
     held_out = verify.HeldOut({}, [{"messages": turns, "input_ids": ids, "images": None}], read(run))
     (check,) = verify.check_prompts(Path(run), held_out)
-    assert (check.expected, check.found, check.result) == ("1", "1", "ok")
+    assert (check.expected, check.found, check.result) == ("1 of 1", "1 of 1", "ok")
 
 
 def write_gguf(

@@ -59,12 +59,14 @@ def main(*words: str) -> None:
             generation.check_prompts(trainer)
         if reason:
             found |= {"rows": other_rows(preview), "not_shown": f"which tokens count in the loss, and lengths: {reason}"}
+            print_once(f"\nnot shown    {found['not_shown']}")
         else:
             found |= summarize(preview)
+            print_rows(preview)
+            print_numbers(found)
         if hasattr(trainer, "reward_funcs"):
             found |= score(trainer, parsed.recipe)
-        if not parsed.json:
-            print_preview(preview, found)
+            print_rewards(found["rewards"], found["rewards_not_compared"])
     if parsed.json:
         print(json.dumps(found, indent=2))
     for problem in found.get("warnings", []):
@@ -165,7 +167,7 @@ def why_no_documents(trainer: Any) -> str:
 
 
 def other_rows(preview: Preview) -> list[dict[str, str]]:
-    """The first rows as the trainer gets them, as texts; of a prompt also what its template makes of it."""
+    """Prints and returns the first rows as the trainer gets them, as texts; of a prompt also what its template makes of it."""
     from harness.run import generation
 
     next(iter(preview.trainer.get_train_dataloader()))  # fails as a run would
@@ -175,6 +177,7 @@ def other_rows(preview: Preview) -> list[dict[str, str]]:
         if generation.writes_answers(preview.trainer):
             texts["prompt_ids"] = preview.tokenizer.decode(generation.tokens_of_prompt(preview.trainer, row["prompt"]))
         rows.append(texts)
+        print_once("\n--- a row as the trainer gets it\n" + "\n".join(f"{name}: {text}" for name, text in texts.items()))
     return rows
 
 
@@ -224,21 +227,6 @@ def find_problems(preview: Preview, in_loss: set[int]) -> list[str]:
         f"no EOS token ({names}) counts in the loss: the model does not learn to stop. The chat template may end answers with "
         "another token, the EOS token may also be the padding token, or --max_length may cut it off"
     ]
-
-
-def print_preview(preview: Preview, found: dict[str, Any]) -> None:
-    """Prints the first rows, and the numbers that were found."""
-    for row in found.get("rows", ()):
-        print_once("\n--- a row as the trainer gets it")
-        for name, text in row.items():
-            print_once(f"{name}: {text}")
-    if "rows" in found:
-        print_once(f"\nnot shown    {found['not_shown']}")
-    else:
-        print_rows(preview)
-        print_numbers(found)
-    if "rewards" in found:
-        print_rewards(found["rewards"], found["rewards_not_compared"])
 
 
 def print_rows(preview: Preview) -> None:

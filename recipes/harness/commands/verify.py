@@ -180,7 +180,8 @@ def check_prompts(model: Path, held_out: HeldOut, tokenizer: Any = None) -> list
             if turns[number]["role"] == "assistant" and turns[number].get("train") is not False:
                 tokens = tokens_of_prompt(tokenizer, processor, row, turns[:number])
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
-    return [compare(model, "prompts with the trained tokens", len(equal), sum(equal))] if equal else []
+    counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
+    return [compare(model, "prompts with the trained tokens", *counts)] if equal else []
 
 
 def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict]) -> list[int]:

@@ -7,6 +7,7 @@ memory follows the largest one that fits, and about how long a step takes with i
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,12 +49,12 @@ def choose(machine: Machine, grid: Grid, simulate: Simulate, count: int = 3) -> 
     return sorted(try_larger(machine, larger, possible(machine, smallest), simulate), key=by_seconds)[:count]
 
 
-def larger_options(card: Card, options: list[Option], smallest: Simulation) -> dict[Option, float]:
+def larger_options(card: Card, options: list[Option], smallest: Simulation) -> list[tuple[float, Option]]:
     """The options, but the first, that should fit a card by what the simulation of the first one says of their memory.
 
-    With about the seconds of a step, which starts fewer kernels, and moves weights less often.
+    Before each about the seconds of a step, which starts fewer kernels, and moves weights less often.
     """
-    found = {}
+    found = []
     for option in options[1:]:
         times = option.micro_batch / smallest.micro_batch
         peak = max(fixed + growing * times for fixed, growing in smallest.hull)
@@ -62,30 +63,26 @@ def larger_options(card: Card, options: list[Option], smallest: Simulation) -> d
         if memory.fits(with_margin(card), smallest, peak):
             moved = {kind: size / times for kind, size in smallest.step.moved.items()}
             step = dataclasses.replace(smallest.step, moved=moved, launches=smallest.step.launches / times)
-            found[option] = step_seconds(card, dataclasses.replace(smallest, step=step))
+            found.append((step_seconds(card, dataclasses.replace(smallest, step=step)), option))
     return found
 
 
 def try_larger(
-    machine: Machine, settings: list[dict[Option, float]], candidates: list[Candidate], simulate: Simulate
+    machine: Machine, settings: list[list[tuple[float, Option]]], candidates: list[Candidate], simulate: Simulate
 ) -> list[Candidate]:
     """The candidates, and of each setting of `larger_options` the last one that fits, unless it can only be slower."""
     candidates = list(candidates)
     while True:
         fastest = min(map(by_seconds, candidates), default=math.inf)
-        promising = [options for options in settings if options and last_of(options) <= CLOSE * fastest]
-        promising = sorted(promising, key=last_of)[:SIDE_BY_SIDE]
+        promising = [options for options in settings if options and options[-1][0] <= CLOSE * fastest]
+        promising = sorted(promising, key=operator.itemgetter(-1))[:SIDE_BY_SIDE]
         if not promising:
             return candidates
-        tried = [options.popitem()[0] for options in promising]
+        tried = [options.pop()[1] for options in promising]
         for options, option, found in zip(promising, tried, simulate(tried), strict=True):
             if fitting := possible(machine, {option: found}):
                 candidates += fitting
                 options.clear()
-
-
-def last_of(options: dict[Option, float]) -> float:
-    return list(options.values())[-1]
 
 
 def possible(machine: Machine, found: dict[Option, Simulation | Refused]) -> list[Candidate]:

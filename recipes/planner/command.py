@@ -199,7 +199,9 @@ def plan_choice(arguments: PlanArguments) -> None:
         return
     count_rows = row_counter(method, recipe, arguments.flags)
     compiling = ""
-    if not (arguments.tiny or values["torch_compile"] or given_flags(arguments.flags) & {"torch_compile", "config"}):
+    has_triton = machine.card.bf16 and not no_triton
+    is_given = values["torch_compile"] or given_flags(arguments.flags) & {"torch_compile", "config"}
+    if has_triton and not (arguments.tiny or is_given):
         options = grid.settings[candidates[0].option.setting]
         compiled, compiling = choose.weigh_compiling(
             machine, candidates[0], options, values, simulate, lambda found: with_steps(found, count_rows).max_steps

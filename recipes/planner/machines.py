@@ -81,18 +81,11 @@ def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS) -> Machin
     return Machine(f"{len(gpus)}x{card.name}", len(gpus), card, host_memory(), shutil.disk_usage(".").free)
 
 
-def is_possible(machine: Machine, simulation: Simulation | Refused | None) -> bool:
+def is_possible(machine: Machine, simulation: Simulation | Refused) -> bool:
     """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
-    if simulation is None or isinstance(simulation, Refused):
-        return False
-    if memory.needed_host_memory(simulation) > usable_host(machine):
+    if isinstance(simulation, Refused) or memory.needed_host_memory(simulation) > (1 - HOST_MARGIN) * machine.host:
         return False
     return memory.fits(with_margin(machine.card), simulation, simulation.peak.bytes)
-
-
-def usable_host(machine: Machine) -> float:
-    """Bytes of host memory of a node, without a margin."""
-    return (1 - HOST_MARGIN) * machine.host
 
 
 def with_margin(card: Card) -> Card:

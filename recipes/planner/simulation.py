@@ -124,7 +124,6 @@ class Simulation:
     replicas: int
     parameters: int  # of the model, without its adapter
     trained: int  # parameters
-    bytes_in_4bit: int  # of weights
     quantized: int  # bytes of the 4-bit copy of the model on the disk, 0 without one
     is_adapter: bool
     hub_bytes: int  # per parameter, on the Hub
@@ -412,7 +411,6 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
         replicas=plan.run.processes // shards,
         parameters=parameters - (trained if is_adapter else 0),
         trained=trained,
-        bytes_in_4bit=bytes_in_4bit,
         quantized=quantized_bytes(model) if bytes_in_4bit and trainer.is_fsdp_enabled else 0,
         is_adapter=is_adapter,
         hub_bytes=getattr(torch, dtype).itemsize,

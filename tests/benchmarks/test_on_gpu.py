@@ -95,15 +95,6 @@ def test_measurement_replaces_its_forecasts():
     assert too_large.count("out of memory (RTX 3090, 2026-12-24)") == 2
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"changes": {"num_processes": 1}}, {"sizes": {"num_hidden_layers": 4}}, {"device": "CPU"}, {"failed": "no space"}],
-    ids=["config", "model", "CPU", "failed"],
-)
-def test_other_measurements_replace_no_forecast(changes):
-    assert on_gpu.with_measurements(TABLE, [measured(**changes)]) == TABLE
-
-
 def test_table_has_the_measurements():
     records = [json.loads(path.read_text()) for path in inputs.RESULTS.glob("*.json")]
     assert records

@@ -6,21 +6,18 @@ import random
 import shutil
 
 from harness import configs
-from harness.data.script_arguments import ScriptArguments
-from harness.messages import UserError
-from harness.runs import GpuFeatures, Run
+from harness.runs import Run
 from planner import cache, cards, choose, chosen, hardware, links, machines, memory, roofline
 from planner.grid import Grid, Option, make_grid
 from planner.hardware import Gpu
 from planner.ledger import Counts, Peak
 from planner.machines import Machine
-from planner.simulation import PlannedRecipe, Refused
+from planner.simulation import Refused
 from planner.values import values_of_recipe
 
 import pytest
 from conftest import ROOT, slow
 from test_cards import FOUND, found_with
-from trl import ModelConfig, SFTConfig
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 PATHS = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
@@ -93,14 +90,12 @@ def test_links_of_a_machine(capsys, monkeypatch):
         ("Tesla V100-SXM2-32GB", 32768, "7.0", "Tesla V100-SXM2-32GB", "T4"),
     ],
 )
-def test_gpus_of_this_machine(monkeypatch, tmp_path, capsys, name, mebibytes, version, card, rates_of):
+def test_gpus_of_this_machine(monkeypatch, capsys, name, mebibytes, version, card, rates_of):
     """As nvidia-smi prints them. An unknown GPU has its own memory, and it is printed that its speed is that of another."""
     topology = "\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X \n"
     listed = "".join(f"{name}, {mebibytes}, {version}, {index}\n" for index in (0, 1))
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f'#!/bin/sh\ncase "$1" in topo) printf "{topology}" ;; *) printf "{listed}" ;; esac\n')
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for module in (hardware, machines):
+        monkeypatch.setattr(module, "ask_nvidia_smi", lambda *words: topology if "topo" in words else listed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     machine = machines.this_machine(hardware.find_gpus())
     assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
@@ -237,15 +232,6 @@ def test_compiled_layers_earn_the_time_of_compiling(steps, changes, is_taken):
     if found:
         assert found[0].option.flags == ["--per_device_train_batch_size", "2", "--torch_compile", "true"]
         assert found[0].seconds == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize("without_triton", [{"fp16": True}, {}])
-def test_layers_that_a_gpu_cannot_compile_are_not_simulated(without_triton):
-    """The training would refuse the flag: see `check_gpus`."""
-    run = Run("recipe.py", gpu=GpuFeatures([], no_triton="" if without_triton else "a T4"))
-    training_args = SFTConfig(torch_compile=True, use_cpu=True, bf16=False, **without_triton)
-    with pytest.raises(UserError, match="--torch_compile"):
-        PlannedRecipe(run).prepare((ScriptArguments(), training_args, ModelConfig("not/loaded")))
 
 
 def test_what_does_not_fit_is_not_chosen():

@@ -18,7 +18,7 @@ CARD = cards.find_card("3090")
 
 @pytest.fixture(scope="module")
 def found(simulate, tmp_path_factory) -> list[Simulation]:
-    """GRPO of a model with eight of Qwen3-0.6B's layers: a few of them extended to all, all, sharded, and with a reference.
+    """GRPO of a model with eight of Qwen3-0.6B's layers: a few of them extended to all, all, and sharded.
 
     And its distillation, sharded, from a teacher of the same size.
     """
@@ -34,7 +34,6 @@ def found(simulate, tmp_path_factory) -> list[Simulation]:
         (recipe, alone, flags, "cuda"),
         (recipe, alone, flags, "cuda with all layers"),
         (recipe, sharded, flags, "cuda"),
-        (recipe, alone, [*flags, "--beta", "0.1"], "cuda"),
         (ROOT / "recipes/qwen3_distill.py", sharded, [*flags, "--teacher_model_name_or_path", teacher], "cuda"),
     ]
     return [simulation_of(fields) for fields in simulate(runs)]
@@ -76,16 +75,9 @@ def test_sharded_weights_are_gathered_for_each_token(found):
     assert not alone.token.moved
 
 
-def test_reference_scores_texts(found):
-    """One more forward pass; a step has two, with activation checkpointing, and a backward pass to the adapters."""
-    without, with_reference = (sum(simulation.step.flops.values()) for simulation in (found[0], found[3]))
-    assert 1.2 * without < with_reference < 1.5 * without
-    assert found[3].token == found[0].token
-
-
 def test_teacher_is_whole_on_each_gpu(found):
     """In 4 bits, with a float32 scale for each 64 weights, where the recipe quantizes it; sharded is the model alone."""
-    simulation = found[4]
+    simulation = found[3]
     embedding = 151_936 * 1024
     quantized = simulation.parameters - embedding
     for moment in ("forward", "backward", "generate"):

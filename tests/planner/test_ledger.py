@@ -144,22 +144,6 @@ def test_largest_memory_with_larger_micro_batches():
     del kept, gathered
 
 
-@pytest.mark.parametrize(("is_fused", "launches"), [(False, 4), (True, 3)])
-def test_kernels_of_a_layer(is_fused, launches):
-    """Two products and what is between them; views and new empty memory start no kernel, nor does anything on the host."""
-    ledger = Ledger()
-    weight = torch.zeros(64, 64)
-    with ledger, ledger.within(moment="forward"):
-        ledger.mark(weight, "weights")
-        ledger.is_fused = is_fused
-        between = (torch.empty(64, 64) @ weight).view(4096) * 2 + 1
-        between.view(64, 64) @ weight
-        ledger.is_fused = False
-        with ledger.within(place="host"):
-            weight + 1
-    assert ledger.take_counts().launches == launches and ledger.take_counts().launches == 0
-
-
 def test_counts_of_a_step_with_many_micro_batches():
     first = Counts(flops={"bf16": 5}, moved={"gathered": 8}, touched=1)
     last = Counts(flops={"bf16": 5}, moved={"reduced": 4}, touched=2)

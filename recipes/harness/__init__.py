@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness import launched, torchvision_operators
-from harness.messages import UserError, exit_on_user_error
+from harness.messages import exit_on_user_error
 
 launched.begin()
 torchvision_operators.install()  # in an environment that launch.sh has not made
@@ -54,9 +54,10 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
         `(train_dataset, eval_dataset)`. Without a test split, rows are held out of the training split.
     """
     with exit_on_user_error():
+        from harness import runs
         from harness.data.loading import load
 
-        return load(started_recipe("load").run.data, keep)
+        return load(runs.started().run.data, keep)
 
 
 def load_tokenizer(model_args: Any, training_args: Any) -> Any:
@@ -101,9 +102,10 @@ def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_arg
         `(train_dataset, eval_dataset)`. A label is -100 where a token does not count in the loss.
     """
     with exit_on_user_error():
+        from harness import runs
         from harness.data.tokenization import tokenize
 
-        return tokenize(train_dataset, eval_dataset, tokenizer, training_args, started_recipe("tokenize").run)
+        return tokenize(train_dataset, eval_dataset, tokenizer, training_args, runs.started().run)
 
 
 def train(trainer: Any) -> None:
@@ -114,22 +116,13 @@ def train(trainer: Any) -> None:
             use for, such as samples of a classifier, is left out.
     """
     with exit_on_user_error():
+        from harness import runs
         from harness.start.checks import check_built_trainer
 
-        started = started_recipe("train")
+        started = runs.started()
         started.trainer = trainer
         check_built_trainer(started)
         started.train(trainer)
-
-
-def started_recipe(function: str) -> Any:
-    """The recipe of this process. Raises UserError if it calls `function` before `parse`."""
-    from harness import runs
-
-    started = runs.started()
-    if started is None:
-        raise UserError(f"{function}() needs parse() before it: a recipe calls parse() first, and ends with train(trainer)")
-    return started
 
 
 __all__ = ["image_collator", "load", "load_processor", "load_tokenizer", "parse", "tokenize", "train"]

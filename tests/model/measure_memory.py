@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import harness
+from harness import runs
 
 import psutil
 
@@ -23,7 +24,7 @@ class Measurement:
 
     def train(self, trainer):
         measured = {"gained": private_gb() - self.before, "fsdp_enabled": trainer.is_fsdp_enabled}
-        harness.started_recipe("train").trainer = trainer
+        runs.started().trainer = trainer
         Path(trainer.args.output_dir, f"rank{trainer.args.process_index}.json").write_text(json.dumps(measured))
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import harness
+from harness import runs
 from harness.run import sharding
 
 import torch
@@ -18,7 +19,7 @@ measured, folders = [], []
 
 
 def measure(trainer):
-    harness.started_recipe("train").trainer = trainer  # an end without it is an error
+    runs.started().trainer = trainer  # an end without it is an error
     sharding.set_offload(trainer)
     if not measured:
         sharding.set_mixed_precision(trainer, "float32")

@@ -150,16 +150,12 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
     with hub_errors(TOKENIZER, name):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     files = tokenizer.vocab_files_names.values()
-    if Path(name).is_dir() and not any(Path(name, file).is_file() for file in files):  # transformers would make an empty one
-        raise UserError(
-            f"--model_name_or_path: {name} has no tokenizer ({' or '.join(files)}): copy it from the source of the weights"
-        )
+    is_missing = Path(name).is_dir() and not any(Path(name, file).is_file() for file in files)  # transformers makes an empty one
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    largest_token = max(tokenizer.get_vocab().values())
-    if vocabulary and largest_token >= vocabulary:
+    if is_missing or (vocabulary and max(tokenizer.get_vocab().values()) >= vocabulary):
         raise UserError(
-            f"--model_name_or_path: the tokenizer of {name} has tokens up to {largest_token}, but the model's vocab_size is "
-            f"{vocabulary}: copy the tokenizer's files from the source of the weights"
+            f"--model_name_or_path: the tokenizer of {name} ({' or '.join(files)}) is missing, or has tokens beyond the model's "
+            f"vocab_size, {vocabulary}: copy its files from the source of the weights"
         )
     positions = count_positions(config.get_text_config())
     length = length_of_rows(training_args)

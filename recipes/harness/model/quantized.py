@@ -236,36 +236,29 @@ def install_byte_check(model: torch.nn.Module) -> None:
     where they are all-gathered and on the device.
     """
     layers = list(transformer_layers(model).values())
-    quantized = {}
+    loaded = {}
     for layer in layers[:1] + layers[-1:]:
         for module in layer.modules():
             if type(getattr(module, "weight", None)).__name__ == "Params4bit":
-                quantized[id(module.weight)] = module
-    unchanged = []
-    if quantized:
-        torch.compiler.set_stance(
-            "force_eager"
-        )  # compiled layers contain the hooks, and would call them again after their removal
+                loaded[module] = _digest(module.weight)
+    if not loaded:
+        return
+    torch.compiler.set_stance("force_eager")  # compiled layers contain the hooks, and would call them again after their removal
+    kept = []
 
-    def install(module: torch.nn.Module, loaded: str) -> None:
-        """Compares the bytes of a weight with what was loaded, before the first forward pass of its module."""
+    def compare(module: torch.nn.Module, inputs: tuple) -> None:
+        hooks[module].remove()
+        if _digest(module.weight) != loaded[module]:
+            raise RuntimeError(
+                "sharding changed the 4-bit weights: their storage was cast or its bits were not kept. "
+                "Use bnb_4bit_quant_storage float32 with mixed_precision 'no'"
+            )
+        kept.append(module)
+        if len(kept) == len(loaded):
+            torch.compiler.set_stance("default")
+            print_once(f"Sharding kept the 4-bit weights: {len(kept)} compared byte for byte.")
 
-        def compare(module: torch.nn.Module, inputs: tuple) -> None:
-            hook.remove()
-            if _digest(module.weight) != loaded:
-                raise RuntimeError(
-                    "sharding changed the 4-bit weights: their storage was cast or its bits were not kept. "
-                    "Use bnb_4bit_quant_storage float32 with mixed_precision 'no'"
-                )
-            unchanged.append(module)
-            if len(unchanged) == len(quantized):
-                torch.compiler.set_stance("default")
-                print_once(f"Sharding kept the 4-bit weights: {len(unchanged)} compared byte for byte.")
-
-        hook = module.register_forward_pre_hook(compare)
-
-    for module in quantized.values():
-        install(module, _digest(module.weight))
+    hooks = {module: module.register_forward_pre_hook(compare) for module in loaded}
 
 
 def _digest(weight: torch.Tensor) -> str:

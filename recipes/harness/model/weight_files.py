@@ -56,15 +56,14 @@ def check_weights(name: str, revision: str = "main") -> PreTrainedModel | None:
 
 def check_found(found: dict[str, Any], name: str) -> None:
     """Raises UserError for weights that are missing or of another shape. `found`: from `from_pretrained`, its loading info."""
-    for weight, in_file, by_config in sorted(found["mismatched_keys"])[:1]:
+    problems = [
+        f"{weight} is {list(size)} instead of {list(needed)}" for weight, size, needed in sorted(found["mismatched_keys"])
+    ]
+    problems += [f"{weight} is missing" for weight in sorted(found["missing_keys"])]
+    if problems:
         raise UserError(
-            f"{name}: {weight} is {list(in_file)} in the files and {list(by_config)} by config.json: copy config.json from the "
-            "source of the weights"
-        )
-    if missing := sorted(found["missing_keys"]):
-        raise UserError(
-            f"the files of {name} lack {plural(len(missing), 'weight')} that its config.json requires "
-            f"({', '.join(missing[:3])}), which would be random: copy or download it again"
+            f"{plural(len(problems), 'weight')} of {name} would be random, because its files do not fit its config.json "
+            f"({', '.join(problems[:3])}): copy or download it again"
         )
 
 

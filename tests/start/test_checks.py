@@ -1,13 +1,11 @@
 """Checks of the machine and the installed packages, before anything is started."""
 
 import argparse
-import functools
 import math
 import os
 import sys
 from types import SimpleNamespace
 
-import harness
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
@@ -193,11 +191,6 @@ def test_recipe_must_call_train(fork_launch, tmp_path):
     process = fork_launch("--tiny", recipe, "1x3090", "--output_dir", tmp_path / "run")
     assert process.returncode == 2, process.stdout + process.stderr
     assert process.stderr.count("error: ") == 1 and "recipe.py ended without calling train()" in process.stderr
-
-
-def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeypatch):
-    monkeypatch.setattr("harness.parse", functools.partial(harness.parse, report_to="comet_ml"))
-    assert build_trainer("qwen2_fineweb_edu").args.report_to == []
 
 
 def test_folder_that_another_node_does_not_have(tmp_path, monkeypatch, error_of):

@@ -215,28 +215,6 @@ def test_signal_at_any_moment(launched, tmp_path, moment, config, number):
 
 
 @slow
-def test_ctrl_c_of_the_launcher_alone(launched):
-    """As `kill -INT` sends it."""
-    run = launched(TWO, **SLOWLY)
-    run.wait_for("step 2", 2)
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == 130, run.printed()
-    run.check_message(errors=0)
-
-
-@slow
-@pytest.mark.parametrize("moment", ["arguments", "built"])
-def test_sigterm_to_all_processes_before_training(launched, moment):
-    """As SLURM sends it."""
-    run = launched(TWO, acts=[[moment, -1, "time.sleep(60)"]])
-    run.wait_for(moment)
-    for process in run.alive():
-        process.terminate()
-    assert run.end() == 143, run.printed()
-    run.check_message(errors=0)
-
-
-@slow
 def test_signals_after_the_last_step_have_no_effect(launched):
     """All processes get them again and again, until the last one has ended."""
     run = launched(TWO)
@@ -260,21 +238,6 @@ def test_killed_launcher_leaves_no_process(launched, moment, config):
     run.wait_for_processes()
 
 
-@slow
-def test_launcher_in_the_background_of_a_shell(launched):
-    """It ignores Ctrl-C, as `&` says. When it is killed, no process is left."""
-    run = launched(TWO, before=["bash", "-c", '"$@" & echo $! >launcher; wait', "bash"], **SLOWLY)
-    run.wait_for("step 2", 2)
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.process.wait()  # of bash
-    before = len(run.moments("step 8"))
-    wait_until(lambda: len(run.moments("step 8")) == 2, 60, run.printed)
-    assert before == 0
-    os.kill(int((run.folder / "launcher").read_text()), signal.SIGKILL)
-    run.wait_for_processes()
-    assert not run.moments("trained")
-
-
 def test_killed_process(launched, uninterrupted):
     """The processes start again as often as --max_restarts says, and resume. The message is about the one that was killed."""
     run = launched(TWO, "--max_restarts", "1", acts=[["step 6", 1, "os.kill(os.getpid(), 9)"]])
@@ -285,14 +248,6 @@ def test_killed_process(launched, uninterrupted):
     again = launched(TWO, "--max_restarts", "1", folder=run.folder, acts=[["step 10", 1, once]])
     assert again.end() == 0, again.printed()
     check_resumed(again, uninterrupted, 8)
-
-
-@slow
-def test_suspended_process_ends_the_run(launched):
-    """As `kill -STOP` does. Within --ddp_timeout the others print one message and exit."""
-    run = launched(TWO, acts=[["step 2", 1, "os.kill(os.getpid(), 19)"]])
-    assert run.end() not in (0, 2), run.printed()
-    run.check_message(errors=1)
 
 
 @pytest.mark.parametrize(

@@ -104,23 +104,6 @@ def test_torchvision_of_another_build_than_torch(clone):
     subprocess.run(command, check=True)
 
 
-def test_python_without_venv_is_an_error(clone, tmp_path):
-    """On Debian, ensurepip is in a package of its own, python3-venv."""
-    folder, call = clone
-    (tmp_path / "ensurepip.py").write_text("raise ImportError('No module named ensurepip')\n")
-    assert_one_error(call("--install", PYTHONPATH=str(tmp_path)), "no Python 3.11, 3.12 or 3.13 with venv", "python3-venv")
-    assert not (folder / ".venv").exists()
-
-
-def test_old_python_is_an_error_before_the_installation(clone, programs):
-    folder, call = clone
-    path = programs(python3=OLD, **dict.fromkeys(("python3_11", "python3_12", "python3_13"), NOT_ACTIVE))
-    assert_one_error(call("--install", PATH=path), "no Python 3.11, 3.12 or 3.13", "python3 is Python 3.10.13")
-    old = path.split(":")[0] + "/python3"
-    assert_one_error(call("--install", PYTHON=old), f"PYTHON: {old} is Python 3.10.13", "3.11 or newer")
-    assert not (folder / ".venv").exists()
-
-
 @pytest.mark.parametrize(
     ("nvidia_smi", "is_too_old"),
     [

@@ -15,8 +15,6 @@ from accelerate.state import AcceleratorState, PartialState
 from conftest import ROOT, slow
 from runs import is_complete, losses, read, tiny_documents, tiny_model, weights
 from trl import SFTConfig
-from trl.kernels import chunked_logprob
-from trl.trainer import utils
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 COUNT_COLLECTIVES = ROOT / "tests/run/count_collectives.py"
@@ -101,15 +99,6 @@ def test_accelerate_launch(start, fork_launch, flags, model, tmp_path):
         for step in collectives["steps"]:
             reduced = sum(size for name, _, size in step if name == "reduce_scatter_single")
             assert reduced == pytest.approx(times * collectives["parameters"], rel=0.01)
-
-
-@slow
-def test_accelerate_launch_that_overrides_the_config(start, tmp_path):
-    """An option of `accelerate launch` leaves the layers unsharded, which the config does not: the run stops at once."""
-    options = ["--num_processes", 1, "--config_file", CONFIG, "--fsdp_auto_wrap_policy", "NO_WRAP"]
-    process = start(*ACCELERATE, *options, RECIPE, "--use_cpu", "--output_dir", tmp_path / "run")
-    assert process.returncode and "FSDP left model.layers.0, model.layers.1" in process.stderr, process.stderr
-    assert "'loss'" not in process.stdout and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def values(**given: bool) -> argparse.Namespace:
@@ -199,17 +188,6 @@ def test_python_on_several_gpus_is_an_error(monkeypatch, gpus, error_of, tmp_pat
     message = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="none", bf16=False)
     assert "4 GPUs" in message and "CUDA_VISIBLE_DEVICES=0" in message and "--nproc-per-node 4" in message
     assert not (tmp_path / "run").exists()
-
-
-def test_python_on_a_t4_computes_the_loss_without_triton(monkeypatch, gpus, error_of, tmp_path, model):
-    """The launcher, which finds this out for its processes, is not there."""
-    gpus(1, (7, 5))
-    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
-    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    stops = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", fp16=True)
-    assert "file or folder not found: missing.jsonl" in stops
-    assert not chunked_logprob._use_triton(torch.device("cuda"))
 
 
 def test_old_driver_of_rtx_40xx(monkeypatch, gpus, error_of, tmp_path, model):

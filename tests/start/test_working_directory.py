@@ -1,7 +1,5 @@
 """Python files of the working directory do not run instead of the modules that launch.sh and the harness import."""
 
-import sys
-
 import pytest
 from conftest import ROOT
 from payloads import ran, write_modules
@@ -35,18 +33,6 @@ def test_files_of_the_working_directory_do_not_run_in_commands(launch, tmp_path,
     words = [*command.split(), RECIPE, "--max_stepps" if command else "--help"]
     process = launch(*words, cwd=tmp_path, PYTHONPATH=f":{tmp_path / 'other'}::")
     assert process.returncode == (2 if command else 0), process.stderr
-    assert ran(tmp_path) == []
-
-
-@pytest.mark.parametrize("command", [f"{RECIPE} --help", "qwen2_finewebedu 1x3090"])
-def test_with_a_python_that_does_not_read_pythonsafepath(launch, tmp_path, command):
-    """Python 3.10 and older. Such a python3 lists flags, and finds names that are similar to a misspelt one."""
-    write_modules(tmp_path)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python3").write_text(f'#!/bin/bash\nunset PYTHONSAFEPATH\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "bin/python3").chmod(0o755)
-    process = launch(*command.split(), cwd=tmp_path, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    assert "--learning_rate" in process.stdout or "Did you mean qwen2_fineweb_edu?" in process.stderr, process.stderr
     assert ran(tmp_path) == []
 
 

@@ -17,7 +17,6 @@ pytestmark = slow  # installs
 
 OLD = 'case "$1" in --version) echo "Python 3.10.13" ;; *) exit 1 ;; esac'
 NOT_ACTIVE = "echo 'pyenv: command not found' >&2; exit 127"  # as pyenv answers for a version that is not active
-NEW_ENOUGH = f'exec "{sys.executable}" "$@"'
 
 
 @pytest.fixture

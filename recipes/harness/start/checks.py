@@ -119,34 +119,25 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
     """Raises UserError for a trainer that the recipe has built without arguments of the model."""
     _, training_args, model_args = recipe.arguments
     check_rows_of_trl(recipe.trainer)
-    model = recipe.trainer.model
-    loads_model = hasattr(training_args, "model_init_kwargs")  # TRL's trainers get the name of the model
+    model, given = recipe.trainer.model, recipe.run.given
     adapters = adapters_of(model)
-    if model_args.use_peft and not adapters:
-        line = "model = peft.get_peft_model(model, trl.get_peft_config(model_args)) before the trainer"
-        if loads_model:
-            line = "peft_config=get_peft_config(model_args) to the trainer (from trl import get_peft_config)"
-        raise UserError(f"--use_peft: the recipe builds a trainer without an adapter: add {line}")
     is_quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    advice = {}
+    if model_args.use_peft and not adapters:
+        advice["use_peft"] = "call peft.get_peft_model(model, get_peft_config(model_args)) before the trainer"
+        if hasattr(training_args, "model_init_kwargs"):  # TRL's trainers get the name of the model
+            advice["use_peft"] = "pass peft_config=get_peft_config(model_args) to the trainer"
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not is_quantized:
-        raise UserError(
-            "--load_in_4bit, --load_in_8bit: the recipe builds a trainer whose model is not quantized: add "
-            "quantization_config=get_quantization_config(model_args) to the trainer (from trl import get_quantization_config)"
-        )
-    settings = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-    settings |= {"use_rslora": "use_rslora", "use_dora": "use_dora"}
-    for flag in sorted(recipe.run.given & settings.keys()):
-        if adapters and getattr(adapters[0], settings[flag]) != getattr(model_args, flag):
-            raise UserError(
-                f"--{flag}: the recipe gives its adapter another value: make the adapter's settings with "
-                "get_peft_config(model_args) (from trl import get_peft_config), or leave out the flag"
-            )
+        advice["load_in_4bit"] = "pass quantization_config=get_quantization_config(model_args) to the trainer"
+    for name in given & {"lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}:
+        name_of_peft = "r" if name == "lora_r" else name
+        if adapters and getattr(adapters[0], name_of_peft) != getattr(model_args, name):
+            advice[name] = "make the settings of the adapter with get_peft_config(model_args)"
     asked, config = getattr(torch, model_args.dtype or "", None), config_of(base_of(model))
-    if "dtype" in recipe.run.given and asked and config and not is_quantized and config.dtype not in (None, asked):
-        raise UserError(
-            f"--dtype: the recipe loads its model in {config.dtype}: pass dtype=model_args.dtype to from_pretrained there, or "
-            "leave out the flag"
-        )
+    if "dtype" in given and asked and config and not is_quantized and config.dtype not in (None, asked):
+        advice["dtype"] = "pass dtype=model_args.dtype to from_pretrained"
+    for name, change in advice.items():
+        raise UserError(f"--{name} is not what the recipe builds: {change} there (functions of trl), or leave out the flag")
 
 
 def check_rows_of_trl(trainer: Trainer) -> None:

@@ -65,9 +65,7 @@ def start_of_training() -> StartedRecipe:
         run = dataclasses.replace(run, config=config, tiny=call.tiny, nodes=call.nodes, processes=processes)
         set_environment_of_accelerate(run)
         if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            print_once(
-                f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
-            )
+            print_once(f"Started again after a crash, for the {restarts}. time (--max_restarts).")
     elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         run = dataclasses.replace(run, config=config_of_accelerate(), processes=processes)
         os.environ.update(LEFT_TO_ARGUMENTS)

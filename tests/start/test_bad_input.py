@@ -96,6 +96,7 @@ def test_one_error_message(bad, environment, fork_launch, case):
         words = [str(bad / word) if word.startswith("./") and word.endswith((".py", ".yaml")) else word for word in words]
         mounts = [[str(bad / word) if word == "data" else word for word in mount.split()]] if mount else []
         process = fork_launch(*words, cwd=bad, mounts=mounts, trains=False, **variables)
-    assert process.returncode == 2 and process.stderr.count("error: ") == 1, process.stdout + process.stderr
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 2 and len(errors) == 1, process.stdout + process.stderr
     assert word in process.stderr.splitlines()[-1] and "hf_secret" not in process.stderr and "Traceback" not in process.stderr
     assert not list(bad.rglob("checkpoint-*")), "nothing was trained"

@@ -75,10 +75,6 @@ def class_loss(outputs, labels, num_items_in_batch=None):
     return cross_entropy(outputs.logits, labels)
 
 
-def weighed_loss(outputs, labels, weight, num_items_in_batch=None):
-    return torch.nn.CrossEntropyLoss(weight=weight)(outputs.logits, labels)
-
-
 def sum_of_tokens(outputs, labels, num_items_in_batch=None):
     logits, labels = of_answers(outputs.logits, labels)
     return 2 * cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
@@ -155,7 +151,6 @@ KINDS = {
     "encoder-decoder": (Trainer, None, encoder_decoder, of_model, None),
     "classifier": (Trainer, None, classifier, of_model, None),
     "function": (Trainer, class_loss, classifier, of_model, None),
-    "partial": (Trainer, functools.partial(weighed_loss, weight=torch.ones(2)), classifier, of_model, None),
     "method": (Own, None, classifier, of_model, None),
     "calls super": (Super, None, language_model, of_model, "tokens"),
     "sum of a function": (Trainer, sum_of_tokens, language_model, lambda *args: 2 * of_model(*args), "tokens"),

@@ -65,7 +65,7 @@ def test_code_is_refused(save, tmp_path, error_of, place):
         given.mkdir()
         (given / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": "where/it/was/checkpoint-2"}))
     message = error_of(check_sharded_files, given)
-    assert f"{folder}/" in message and "Refused: " in message and "exec" in message
+    assert f"{folder}/" in message and "Refused: " in message
     assert ran(tmp_path) == []
     dcp.load({"lr": 0.2}, checkpoint_id=folder, no_dist=True)
     assert "pickle" in ran(tmp_path)

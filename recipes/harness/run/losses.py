@@ -69,15 +69,14 @@ def prepare_loss(trainer: Trainer) -> Loss:
     loss = Loss(own_loss(trainer), is_cross_entropy=is_cross_entropy(trainer))
     is_of_sft = loss.own is None and isinstance(trainer, SFTTrainer)
     loss.is_of_library = is_of_sft or (loss.own is None and is_of_transformers(model))
-    loss.shifts_labels = is_of_sft or (
-        LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
-    )
+    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    loss.shifts_labels = is_of_sft or (is_causal and not is_encoder_decoder)
     is_over_rows = trainer.loss_is_scaled_for_ga is False or getattr(trainer, "loss_is_mean_over", None) == "rows"
     loss.unit = "row" if is_over_rows or trains_on_rewards(trainer) else "token"
     loss.is_right = is_of_sft or trainer.loss_is_scaled_for_ga is not None
-    if is_of_sft:
-        trainer.model_accepts_loss_kwargs = True  # it divides by the tokens of the step with every model
-    elif not loss.is_right:
+    if is_of_sft or not loss.is_right:
+        trainer.model_accepts_loss_kwargs = True  # so that transformers counts the tokens of a step
+    if not loss.is_right:
         trainer.loss_is_scaled_for_ga = True
     return loss
 

@@ -13,11 +13,8 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Trained and all parameters. Call it before sharding, after which 4-bit weights do not know their size."""
     if hasattr(model, "get_nb_trainable_parameters"):
         return model.get_nb_trainable_parameters()
-    trained = total = 0
-    for weight in model.parameters():
-        total += weight.numel()
-        trained += weight.numel() * weight.requires_grad
-    return trained, total
+    weights = list(model.parameters())
+    return sum(weight.numel() for weight in weights if weight.requires_grad), sum(weight.numel() for weight in weights)
 
 
 def freeze_unused_parts(trainer: Trainer) -> None:

@@ -197,7 +197,7 @@ def report_dropped_rows(trainer: Trainer) -> None:
         if missing > 0:
             print_once(
                 f"warning: {missing:,} of {summary[key]:,} {kind} rows are not used: the recipe or the trainer has dropped them "
-                f"(--max_length {getattr(args, 'max_length', None)})."
+                "(see --max_length)."
             )
 
 

@@ -97,7 +97,8 @@ class RunTrainer(TrainerWithHooks):
         if is_empty:  # a mean over no token is NaN, and FSDP needs all processes to compute
             inputs = inputs | {name: inputs[name].clamp(min=0) for name in ("labels", "shift_labels") if name in inputs}
         count = labels.ne(-100).sum().clamp(min=1) if loss.own and labels is not None else None
-        with changed(self.args, "average_tokens_across_devices", False):  # otherwise multiplied by the number of processes
+        # Otherwise transformers multiplies it by the number of processes, and passes the number to the model.
+        with changed(self.args, "average_tokens_across_devices", False), changed(self, "model_accepts_loss_kwargs", False):
             found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
         value, *outputs = found if return_outputs else [found]
         if is_empty:
@@ -105,11 +106,6 @@ class RunTrainer(TrainerWithHooks):
         elif self.model.training:
             value = loss.share_of_step(self, value, tokens, num_items_in_batch)
         return (value, *outputs) if return_outputs else value
-
-    def _get_num_items_in_batch(self, *args: Any) -> torch.Tensor | None:
-        """transformers counts the tokens of a step only for a model that takes their number."""
-        with changed(self, "model_accepts_loss_kwargs", self.model_accepts_loss_kwargs or not self.parts.loss.is_right):
-            return super()._get_num_items_in_batch(*args)
 
     def evaluation_loop(
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **options: Any

@@ -13,7 +13,6 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import to_fsdp2_command
-from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import CONFIGS
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
@@ -47,45 +46,13 @@ def test_gradients_stay_sharded_with_reshard_after_forward(path):
     assert bool(fsdp.get("fsdp_reduce_each_batch")) == config.reduce_each_batch == expected
 
 
-@pytest.mark.parametrize("key", sorted(FSDP2_KEYS))
-def test_every_fsdp2_key_has_an_effect(key, monkeypatch):
-    """Each changes accelerate's FSDP plugin."""
-    for name in [name for name in os.environ if name.startswith("FSDP_")]:
-        monkeypatch.delenv(name)
-    variables = {  # the names are those of accelerate/utils/launch.py
-        "fsdp_version": {"FSDP_VERSION": "1"},
-        "fsdp_reshard_after_forward": {"FSDP_RESHARD_AFTER_FORWARD": "false"},
-        "fsdp_offload_params": {"FSDP_OFFLOAD_PARAMS": "true"},
-        "fsdp_auto_wrap_policy": {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
-        "fsdp_transformer_layer_cls_to_wrap": {
-            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Layer",
-        },
-        "fsdp_state_dict_type": {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},
-        "fsdp_cpu_ram_efficient_loading": {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-        "fsdp_activation_checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-        "fsdp_activation_checkpointing_offload": {
-            "FSDP_ACTIVATION_CHECKPOINTING": "true",
-            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
-        },
-        "fsdp_ignored_modules": {"FSDP_IGNORED_MODULES": ".*lm_head"},
-    }[key]
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    *context, last = variables
-    for name in context:
-        monkeypatch.setenv(name, variables[name])
-    before = FullyShardedDataParallelPlugin()
-    monkeypatch.setenv(last, variables[last])
-    after = FullyShardedDataParallelPlugin()
-    assert str(vars(before)) != str(vars(after))
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_is_read(path):
     config, keys = configs.read(str(path)), yaml.safe_load(path.read_text())
     assert config.name == path.stem and config.num_processes == keys["num_processes"] >= 1
     assert config.num_machines == keys.get("num_machines", 1) and config.distributed_type == keys["distributed_type"]
     assert config.mixed_precision == keys["mixed_precision"]
+    ClusterConfig.from_yaml_file(yaml_file=str(path))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -219,8 +186,3 @@ def test_gpu_ids(tmp_path, monkeypatch, value, expected):
 
 def test_config_that_does_not_exist(tmp_path, error_of):
     assert f"No such file or directory: '{tmp_path}/mine.yaml'" in error_of(configs.read, str(tmp_path / "mine.yaml"))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_reads_the_config(path):
-    ClusterConfig.from_yaml_file(yaml_file=str(path))

@@ -95,11 +95,6 @@ def test_print_once_without_a_reader():
     assert process.returncode == 0 and not process.stderr, process.stderr
 
 
-@pytest.mark.parametrize(("size", "words"), [(1e9, "1.0 GB"), (1_234e9, "1,234.0 GB"), (999e6, "999.0 MB"), (0, "0.0 MB")])
-def test_readable_size(size, words):
-    assert messages.readable_size(size) == words
-
-
 def test_control_characters_are_not_printed(capsys, monkeypatch):
     """They change the colour, the title or the text of a terminal; rows, names and answers of a server can have them."""
     monkeypatch.delenv("RANK", raising=False)

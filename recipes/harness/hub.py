@@ -5,7 +5,6 @@ import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from urllib import error, request
 
 from harness.folder import read_json
@@ -17,7 +16,6 @@ OWN_CODE = (
     "the model brings Python code of its own (auto_map in its JSON files), which is not run here: use a model whose architecture "
     "is part of transformers"
 )
-LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
 
 
 class HubLost(Exception):
@@ -32,18 +30,6 @@ def is_reachable(seconds: float = 5.0) -> bool:
     except OSError as failure:  # huggingface_hub has certificates of its own
         return isinstance(failure, error.HTTPError) or isinstance(getattr(failure, "reason", None), ssl.SSLError)
     return True
-
-
-@contextlib.contextmanager
-def without_progress_bars(library: ModuleType) -> Iterator[None]:
-    """Hides the progress bars of `datasets`, or of `huggingface_hub.utils`."""
-    was_disabled = library.are_progress_bars_disabled()
-    library.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_disabled:
-            library.enable_progress_bars()
 
 
 def use_cache_if_unreachable() -> None:

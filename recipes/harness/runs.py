@@ -93,10 +93,7 @@ class StartedRecipe:
 
 def rehearsal_hint(recipe: str, config: AccelerateConfig) -> str:
     """The end of messages about machines that cannot run the config."""
-    own = (PROJECT / "recipes", PROJECT / "accelerate_configs")
-    files = [(path, Path(path).resolve()) for path in (recipe, config.path)]
-    names = [shlex.quote(file.stem if file.parent in own else path) for path, file in files]
-    return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {' '.join(names)}"
+    return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {shlex.join([recipe, config.path])}"
 
 
 def started() -> StartedRecipe | None:

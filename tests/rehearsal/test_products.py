@@ -1,7 +1,6 @@
 """A rehearsal multiplies bf16 and fp16 matrices in float32, because many CPUs have no fast arithmetic for these dtypes."""
 
 from harness.compat.torch import multiply_in_float32
-from harness.start import preparing
 
 import pytest
 import torch
@@ -41,12 +40,6 @@ def test_factors_are_copied_to_float32(product, dtype):
     with torch.profiler.profile() as profile:
         product(a, b)
     assert sum(event.name == "aten::_to_copy" for event in profile.events()) >= 2
-
-
-def test_rehearsal_of_a_bf16_recipe_multiplies_in_float32(build_trainer, monkeypatch):
-    calls = []
-    monkeypatch.setattr(preparing, "multiply_in_float32", lambda: calls.append("called"))
-    assert build_trainer("qwen2_chat").args.bf16 and calls
 
 
 def test_product_is_added_or_written_to_another_matrix():

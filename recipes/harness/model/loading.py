@@ -67,8 +67,11 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         has_teacher = hasattr(training_args, "teacher_model_name_or_path")
         if not has_teacher and (model_args.use_peft or not has_reference):
             read_no_weights()
-    if model_args.load_in_4bit and not run.is_sharded and ("dtype" not in run.given or model_args.dtype == "auto"):
-        set_dtype_of_4bit_model(training_args, model_args)
+    is_default = model_args.dtype == ModelConfig.dtype and "dtype" not in run.given
+    if model_args.load_in_4bit and not run.is_sharded and (is_default or model_args.dtype == "auto"):
+        # Of what is not quantized, in which the 4-bit layers compute too. TRL's default is float32: embedding and head would be
+        # twice as large, and the products many times as slow.
+        model_args.dtype = dtype_of_products(training_args, "float32")
     set_attention(training_args, model_args, run)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
         of_recipe = training_args.model_init_kwargs or {}
@@ -123,15 +126,6 @@ def build_small_model(
     with contextlib.suppress(OSError):  # not every model has a generation config
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model
-
-
-def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Sets the dtype of what is not quantized, in which the 4-bit layers compute too, unless the recipe has set it.
-
-    TRL's default is float32: embedding and head would be twice as large, and the products many times as slow.
-    """
-    if model_args.dtype in (ModelConfig.dtype, "auto"):
-        model_args.dtype = dtype_of_products(training_args, "float32")
 
 
 def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:

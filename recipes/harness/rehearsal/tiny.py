@@ -12,6 +12,7 @@ import fnmatch
 import hashlib
 import inspect
 import itertools
+import operator
 import os
 import re
 import shutil
@@ -309,12 +310,9 @@ def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, list
         return {}
 
     def difference(layer: int) -> tuple[int, bool]:
-        count = 0
-        has_full_attention = False
-        for value in lists.values():
-            count += value[layer] != value[0]
-            has_full_attention |= value[layer] == "full_attention"
-        return count, has_full_attention
+        ours = [value[layer] for value in lists.values()]
+        firsts = [value[0] for value in lists.values()]
+        return sum(map(operator.ne, ours, firsts)), "full_attention" in ours
 
     other = max(range(1, layers), key=difference)
     return {name: [value[0], value[other]] for name, value in lists.items()}

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness.compat.transformers import TrainerWithHooks
 from harness.messages import UserError
 from harness.run import generation, session
 from harness.run.trainer import keep_workers_after_sigterm
@@ -15,7 +14,6 @@ import pytest
 import torch
 from runs import add_parts, train
 from torch.utils.data import DataLoader
-from trl import SFTTrainer
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -38,14 +36,6 @@ def test_workers_are_initialized_as_before():
     before = signal.getsignal(signal.SIGTERM)
     loader.worker_init_fn(3)
     assert found == [3] and signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
-
-
-def test_class_of_the_recipe_stays(build_trainer):
-    trainer = build_trainer("qwen2_chat")
-    own = type(trainer)
-    add_parts(trainer)
-    assert isinstance(trainer, SFTTrainer) and isinstance(trainer, TrainerWithHooks)
-    assert type(trainer).__module__ == own.__module__ and own is SFTTrainer
 
 
 def test_methods_that_a_recipe_sets_on_its_trainer_are_called(build_trainer):

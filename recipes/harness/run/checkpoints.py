@@ -75,7 +75,7 @@ class Checkpoints(TrainerCallback):
         process.wait_for_everyone()
 
     def _delete_old(self, next_one: Path) -> None:
-        if not self.limit or self.limit < 0:
+        if (self.limit or 0) < 1:
             return
         best = folder.best_checkpoint(self.output_dir, self.trainer.state.best_model_checkpoint)
         old = [path for path in folder.checkpoints(self.output_dir) if path not in (next_one, best)]

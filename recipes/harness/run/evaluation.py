@@ -144,7 +144,7 @@ def print_best_checkpoint(trainer: Trainer) -> None:
     if not trainer.args.load_best_model_at_end:
         return
     if state.best_model_checkpoint:
-        best = f"eval_{trainer.args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4f}"
+        best = f"{trainer.args.metric_for_best_model} {state.best_metric:.4f}"
         print_once(f"The saved model is that of step {step_of_saved_model(trainer)}, the best one: {best}.")
     else:
         print_once("warning: no checkpoint has an evaluation, so the saved model is that of the last step, not the best one")

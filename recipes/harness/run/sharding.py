@@ -74,8 +74,8 @@ def train_in_float32(trainer: Trainer) -> None:
     rounded = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.dtype in SIXTEEN_BIT]
     if rounded and trainer.accelerator.mixed_precision == "no":
         print_once(
-            f"warning: weights are trained in {rounded[0].dtype}, because mixed precision is off: small steps round to nothing "
-            f"(--learning_rate {trainer.args.learning_rate}): pass --dtype float32 or --bf16 true"
+            f"warning: weights are trained in {rounded[0].dtype}, because mixed precision is off: small steps round to nothing: "
+            "pass --dtype float32 or --bf16 true"
         )
         return
     for weight in rounded:

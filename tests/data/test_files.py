@@ -124,7 +124,7 @@ FILES = {
     "three rows": (TEXT, {"a.jsonl": lines(text, 3)}, "a.jsonl", (2, 0, 1)),
     "one row": (TEXT, {"a.jsonl": lines(text, 1)}, "a.jsonl", "no row"),
     "equal rows": (TEXT, {"a.jsonl": lines(lambda n: text(0))}, "a.jsonl", "no row"),
-    "oversampled rows": (TEXT, {"a.jsonl": lines(lambda n: text(n % 20), 100)}, "a.jsonl", (90, 8, 2)),
+    "oversampled rows": (TEXT, {"a.jsonl": lines(lambda n: text(n % 20), 100)}, "a.jsonl", (90, 0, 2)),
     "some rows without an answer": (
         CHAT,
         {"a.jsonl": lines(lambda n: {"messages": chat(n)[: 1 + (n % 3 > 0)]})},

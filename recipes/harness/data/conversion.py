@@ -118,7 +118,7 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
         raise
     except Exception as error:  # whatever a row can hold, or `keep` does; else nothing would say which row it is
         reason = str(error) if isinstance(error, RefusedRow) else f"this row, or `keep`, fails: {type(error).__name__}: {error}"
-        raise UserError(f"{place}: {reason[:500]}") from error
+        raise UserError(f"{place}: {reason}") from error
 
 
 def examine_of_stream(row: dict, conversion: Conversion) -> dict:
@@ -128,15 +128,21 @@ def examine_of_stream(row: dict, conversion: Conversion) -> dict:
     return examine(f"{conversion.name}, a row that begins with {str(dict(row))[:100]}", row, conversion)
 
 
-def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[tuple | None]:
-    """By which changed, new and deleted image files of rows are found, although the rows have not changed."""
+def versions_of_images(rows: Iterable[PlacedRow], conversion: Conversion, ends_at_bytes: bool) -> Iterator[tuple | None]:
+    """By which changed, new and deleted image files of rows are found, although the rows have not changed.
+
+    `ends_at_bytes`: if an image is no file, none is, and all would be read once more.
+    """
     for place, row in rows:
         try:
             converted, _ = conversion.convert(row)
         except Exception:  # `examine` says what is wrong and where
             continue
         for image in (converted or {}).get("images", []):
-            yield images.version_of(image, conversion.folder_of(place))
+            if image["bytes"] is None:
+                yield images.version_of(image, conversion.folder_of(place))
+            elif ends_at_bytes:
+                return
 
 
 def is_bad_answer(row: dict, conversion: Conversion) -> bool:
@@ -242,8 +248,16 @@ def find_conversion(
     structs = tuple(column for column, kind in features.items() if has_struct(kind))
     path = Path(absolute_name(source.name))
     folder = str(path if path.is_dir() else path.parent) if path.is_absolute() else ""
-    options = (column_map, structs, folder, data.template_arguments, keep)
-    conversion = Conversion(source.display_name, "", data.text_field, *options)
+    conversion = Conversion(
+        source.display_name,
+        "",
+        data.text_field,
+        column_map,
+        structs,
+        folder,
+        data.template_arguments,
+        keep,
+    )
     if not data.formats:
         return conversion, columns
     for candidates in (first, found):  # if nothing can be used of the first rows, some of the following ones may be complete

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from harness.data import formats, reading, turns
+from harness.data import formats, reading
 from harness.data.conversion import (
     BAD_ANSWER,
     DIGEST,
@@ -53,8 +54,7 @@ REHEARSED_ROWS = 500  # likewise, for a rehearsal or plan
 MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
 UNUSABLE = "rows_with_unusable_images"  # in data.json
-# Columns that not all rows of a format have, and the columns of a file that they come from.
-OPTIONAL = {"tools": {*turns.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
+OPTIONAL = ("tools", formats.TEMPLATE_ARGUMENTS)  # columns that later rows of a stream can have, although the first ones do not
 
 
 def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -88,13 +88,17 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
 
     held_out = frozenset().union(*(one.held_out for one in opened))
     shape = shape_of(opened, data)
-    trained, evaluated, summaries = [], [], []
+    trained = []
+    evaluated = []
+    summaries = []
     for one in opened:
         of_source = replace(shape, cuts_texts=one.source.cuts_texts)
         trained.append(training_rows(data, one, held_out, of_source))
         evaluated.append(evaluation_rows(data, one, of_source))
         summaries.append(summarize(one, held_out))
-    train, in_turn, summary = trained[0], evaluated[0], summaries[0]
+    train = trained[0]
+    in_turn = evaluated[0]
+    summary = summaries[0]
     if data.is_mixture:
         train = mix(data, trained)
         in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
@@ -109,17 +113,23 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
     if "images" in data.formats:
         summary[UNUSABLE] = [rows_with_unusable_images(one.examined) for one in opened]
     if data.output_dir and is_first_process():
-        folder = Path(data.output_dir)
-        before = read_json(folder / DATA) if has_trained(folder) else {}
-        if before.get(UNUSABLE, summary.get(UNUSABLE)) != summary.get(UNUSABLE):
-            # The order of the rows would be another one, and rows that were trained on would be evaluated on.
-            raise UserError(
-                "--dataset_name: other rows than at the start of the run cannot be used because of an image: restore the image "
-                "files as they were, or choose another --output_dir"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / DATA, summary)
+        record(Path(data.output_dir), summary)
     return of_date(train, data), of_date(in_turn, data)
+
+
+def record(folder: Path, summary: dict[str, Any]) -> None:
+    """Writes data.json. Raises UserError if other images are missing than when the run began.
+
+    The order of the rows would be another one, and rows that were trained on would be evaluated on.
+    """
+    unusable = summary.get(UNUSABLE)
+    if unusable and has_trained(folder) and read_json(folder / DATA).get(UNUSABLE, unusable) != unusable:
+        raise UserError(
+            "--dataset_name: other rows than at the start of the run cannot be used because of an image: restore the image "
+            "files as they were, or choose another --output_dir"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / DATA, summary)
 
 
 def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:
@@ -137,7 +147,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
         conversion = replace(conversion, column_map={})
     examined = examine_rows(splits[train], conversion, source, train, limit)
     is_complete = not limit or len(examined) < limit
-    if any(kind.endswith(BAD_ANSWER) for kind in examined[KIND]):  # they would be trained on as if they were good
+    if any(kind.endswith(BAD_ANSWER) for kind in examined[KIND][:]):  # they would be trained on as if they were good
         raise UserError(
             f"--dataset_name: {source.display_name} has rows whose `label` is false, bad answers for a KTO recipe "
             "(`trl.KTOTrainer`): leave them out with `keep` of the recipe's `load`, or pass a dataset without them"
@@ -166,7 +176,18 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
             held_out = hold_out_of_stream(rows, count, is_complete)
         eval_rows = list(map(converted_of, held_out)) if conversion.format else held_out
     digests = frozenset(map(digest_of_loaded, held_out))
-    return Opened(source, conversion, columns, examined, is_complete, examples, rows, test, eval_rows, digests)
+    return Opened(
+        source,
+        conversion,
+        columns,
+        examined,
+        is_complete,
+        examples,
+        rows,
+        test,
+        eval_rows,
+        digests,
+    )
 
 
 def open_dataset(data: DataSettings, source: Source, streaming: bool) -> dict[str, Rows]:
@@ -217,7 +238,7 @@ def examine_rows(rows: Rows, conversion: Conversion, source: Source, split: str,
     if isinstance(rows, Dataset):
         key.append(generate_fingerprint(rows))
     if conversion.format == "images":
-        key += versions_of_images(of_files(), conversion)
+        key += versions_of_images(of_files(), conversion, ends_at_bytes=isinstance(rows, Dataset))
     with hub_errors("dataset", source.display_name):
         return make_once(examined, conversion.features, key)
 
@@ -226,7 +247,7 @@ def one_of_every_kind(examined: Dataset) -> list[PlacedRow]:
     """A conversation with each order of turns that there is: calls, thoughts, tools, several answers …; and with each part."""
     seen: set[str] = set()
     chosen = []
-    for index, kind in enumerate(examined[KIND]):
+    for index, kind in enumerate(examined[KIND][:]):
         if kind in seen or not kind:
             continue
         words = {kind} if len(chosen) < MOST_KINDS else set()
@@ -261,12 +282,12 @@ def digest_of_loaded(row: dict) -> str:
 def check_has_images(opened: list[Opened]) -> None:
     """Raises UserError if no row has an image: a recipe for images would train on texts only."""
     for one in opened:
-        if one.conversion.format != "images" or any(formats.WITH_IMAGES in kind for kind in one.examined[KIND]):
+        if one.conversion.format != "images" or any(formats.WITH_IMAGES in kind for kind in one.examined[KIND][:]):
             return
     if not all(one.is_complete for one in opened):
         print_once("warning: none of the first rows has an image.")
         return
-    reasons = itertools.chain.from_iterable(one.examined[REASON] for one in opened)
+    reasons = itertools.chain.from_iterable(one.examined[REASON][:] for one in opened)
     cause = next((reason for reason in reasons if reason.startswith(OF_IMAGE)), "none has one")
     raise UserError(
         f"--dataset_name: no row that can be used has an image ({cause}). Images are read from a column images or image, and "
@@ -276,7 +297,7 @@ def check_has_images(opened: list[Opened]) -> None:
 
 def rows_with_unusable_images(examined: Dataset) -> str:
     """A checksum of which rows are skipped because of an image."""
-    return digest_of({"rows": [index for index, reason in enumerate(examined[REASON]) if reason.startswith(OF_IMAGE)]})
+    return digest_of({"rows": [index for index, reason in enumerate(examined[REASON][:]) if reason.startswith(OF_IMAGE)]})
 
 
 def shape_of(opened: list[Opened], data: DataSettings) -> Shape:
@@ -284,22 +305,28 @@ def shape_of(opened: list[Opened], data: DataSettings) -> Shape:
     stored = opened[0].conversion.stored
     found: set[str] = set()
     for one in opened:
-        found.update(*map(str.split, set(one.examined[HAS])), *one.eval_rows)
-        if not one.is_complete and isinstance(one.rows, IterableDataset):  # later rows can have columns that the first ones lack
-            found.update(name for name, columns in OPTIONAL.items() if {PLACE, *columns} & {*one.columns})
+        found.update(*map(str.split, set(one.examined[HAS][:])), *one.eval_rows)
+        if not one.is_complete and isinstance(one.rows, IterableDataset):
+            found.update(OPTIONAL)
     splits_answers = data.split_conversations and "messages" in stored
     joins_completions = {"messages", "completion"} <= found
     if splits_answers or joins_completions:
         found = found - {"prompt", "completion"} | {"messages"}
     features = Features({name: kind for name, kind in stored.items() if name in found})
-    return Shape(features, splits_answers, joins_completions, data.has_text_arguments, data.drops_marks)
+    return Shape(
+        features,
+        splits_answers,
+        joins_completions,
+        data.has_text_arguments,
+        data.drops_marks,
+    )
 
 
 def training_rows(data: DataSettings, one: Opened, held_out: frozenset[str], shape: Shape) -> Dataset | IterableDataset:
     """The rows to train on; those of a stream shuffled. `held_out`: checksums of the rows that are held out of all datasets."""
     rows = one.rows
     if isinstance(rows, Dataset):
-        facts = zip(one.examined[REASON], one.examined[DIGEST], strict=True)
+        facts = zip(one.examined[REASON][:], one.examined[DIGEST][:], strict=True)
         indices = [index for index, (reason, digest) in enumerate(facts) if not reason and digest not in held_out]
         if data.max_samples and not data.is_mixture:  # `mix` limits the rows of all datasets together
             indices = indices[: data.max_samples]

@@ -7,7 +7,6 @@ from harness.data.conversion import DIGEST, REASON, Opened
 from harness.messages import print_once
 
 SHOWN_REASONS = 12
-DUPLICATE = "equal to a row that is held out"
 NUMBERS = ("rows", "skipped_rows", "held_out", "trained_rows")
 
 
@@ -15,22 +14,18 @@ def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
     """What was read, skipped and found of a dataset; prints it. `digests`: of the rows that are held out of all datasets."""
     name = one.source.display_name
     reasons = one.examined[REASON][:]
-    trained = sum(not reason and digest not in digests for reason, digest in zip(reasons, one.examined[DIGEST], strict=True))
+    trained = sum(not reason and digest not in digests for reason, digest in zip(reasons, one.examined[DIGEST][:], strict=True))
     skipped = Counter(filter(None, reasons))
     shown = []
     for reason, count in skipped.most_common(SHOWN_REASONS):  # each image that cannot be read is one
         shown.append(f"{count:,} {reason} (the first is row {reasons.index(reason) + 1:,})")
     held_out = len(one.eval_rows) if one.held_out else 0
-    equal = len(reasons) - skipped.total() - trained - (held_out if one.is_complete else 0)
-    if equal > 0:
-        skipped[DUPLICATE] = equal
-        shown.append(f"{equal:,} {DUPLICATE}")
     read = f"{'' if one.is_complete else 'the first '}{len(reasons):,} rows"
     if skipped:
         print_once(f"{name}: {skipped.total():,} of {read} skipped: {', '.join(shown)}.")
     evaluation = f"split {one.test_split} is for evaluation"
     if held_out:
-        evaluation = f"{held_out} are held out for evaluation and never trained on"
+        evaluation = f"{held_out} are held out for evaluation and, with all rows that equal them, never trained on"
     print_once(f"{name}: {trained:,} of {read} are trained on; {evaluation}.")
     return {
         "name": name,

@@ -294,7 +294,7 @@ def test_marks_of_parts_of_a_turn_are_not_ignored(marks):
         ({"text": ["a"]}, "text", "whose text is not a text"),
         ({"prompt": "Why?", "completion": True}, "prompt_completion", "whose completion is not a text"),
         ({"prompt": "Why?", "completion": [5]}, "messages", "with a message without a role"),
-        ({"completion": "So."}, "messages", "without a prompt"),
+        ({"completion": "So."}, "messages", "without a prompt and a completion"),
         (TASK | {"input": [1, 2]}, "messages", "whose input is not a text"),
         (TASK | {"input": {"a": 1}}, "instruction", "whose input is not a text"),
         (TASK | {"output": False}, "messages", "whose output is not a text"),
@@ -319,7 +319,10 @@ def test_reasons_to_skip_a_row(row, format, reason):
     [
         ({"content": [{"type": "document", "text": "So."}]}, "with a part of a turn of the type document"),
         ({"content": [{"type": "text", "text": "So.", "speaker": "Ann"}]}, "with a part of a turn that has the key speaker"),
-        ({"content": ["So.", {"type": "thinking", "thinking": "Hm."}]}, "with reasoning after the text of a turn"),
+        (
+            {"content": ["So.", {"type": "thinking", "thinking": "Hm."}]},
+            "with a turn that is not a text, or with reasoning after it",
+        ),
         ({"reasoning_content": {"effort": "high"}}, "with reasoning that is not a text"),
         ({"reasoning_content": "Hm.", "thinking": "Ah."}, "with different reasoning in two places of a turn"),
         ({"value": "No."}, "with a turn that has content and value"),

@@ -8,10 +8,11 @@ answer added. Its output is the same text.
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -356,19 +357,15 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
                 f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation {show_turns(turns_of(row))}: "
                 "change the row, or pass another template with --chat_template_path"
             ) from error
-        if missing:
-            break
-    else:
-        return
-    where, part = missing
-    advice = "pass another template with --chat_template_path"
-    if part in ("tool calls", "tools"):
-        advice = f"use a model whose template has {part}, or pass such a template with --chat_template_path"
-    if part == "reasoning":
-        advice = "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path"
-        if can_split and not any(find_missing(tokenizer, answer) for answer in split_answers(row)):
-            advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
-    raise UserError(f"--chat_template_path: the chat template {name} leaves out the {part} of {where} of {place}: {advice}")
+        if not missing:
+            continue
+        where, part = missing
+        advice = "pass another template, or use a model whose template has it"
+        if part == "reasoning":
+            advice = "write it into the content as <think>…</think>, or pass a template that has it"
+            if can_split and not any(find_missing(tokenizer, answer) for answer in split_answers(row)):
+                advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
+        raise UserError(f"--chat_template_path: the chat template {name} leaves out the {part} of {where} of {place}: {advice}")
 
 
 def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | None = None) -> str | None:
@@ -404,83 +401,70 @@ def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, st
     The conversation is rendered twice: as it is, and with every text replaced by a word that occurs nowhere else, because a
     short text can also occur elsewhere.
     """
-    replaced = copy.deepcopy(row)
-    _replace_texts(replaced)
-    for conversation in (row, replaced):
-        turns = contents_for(tokenizer, turns_of(conversation))
-        text = tokenizer.apply_chat_template(turns, tokenize=False, **options_of(conversation))
-        words = " ".join(text.split())
-        for where, part, value in _expected_texts(conversation):
-            for piece in value.split(IMAGE) if "images" in row else [value]:
-                forms = (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1])
-                if not any(" ".join(form.split()) in words for form in forms):
-                    return where, part
+    words = (f"qzx{number}xzq" for number in itertools.count())
+    return _find_missing(tokenizer, row, None) or _find_missing(tokenizer, row, words)
+
+
+def _find_missing(tokenizer: PreTrainedTokenizerBase, row: dict, words: Iterator[str] | None) -> tuple[str, str] | None:
+    expected: list[tuple[str, str, str]] = []
+
+    def visit(where: str, part: str, text: str, is_fixed: bool = False) -> str:
+        if words and not is_fixed and text.strip():
+            text = next(words)
+        for piece in text.split(IMAGE) if "images" in row else [text]:
+            expected.append((where, part, piece.strip()))
+        return text
+
+    conversation = json.loads(json.dumps(without(row, "images"), default=str))  # a copy in which no two turns are one object
+    _visit_texts(conversation, visit)
+    turns = contents_for(tokenizer, turns_of(conversation))
+    rendered = " ".join(tokenizer.apply_chat_template(turns, tokenize=False, **options_of(conversation)).split())
+    for where, part, text in expected:
+        forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
+        if part and not any(" ".join(form.split()) in rendered for form in forms):
+            return where, part
     return None
 
 
-def _expected_texts(row: dict) -> Iterator[tuple[str, str, str]]:
-    """Every text that a rendered conversation must have: where it is, what it is, and the text."""
+def _visit_texts(row: dict, visit: Callable[..., str]) -> None:
+    """Replaces each text that a rendered conversation must have by what `visit(where, part, text)` returns.
+
+    `part` is "" for the thoughts of an answer that does not count in the loss, which a template may drop. The result of
+    `visit(…, is_fixed=True)` is not used.
+    """
     for number, turn in enumerate(turns_of(row), 1):
         where = f"turn {number} ({turn['role']})"
-        if turn.get("train", True):  # a template may drop the thoughts of an answer that does not count in the loss
-            for thought in THOUGHT.findall(turn["content"]):
-                yield where, "reasoning", thought.strip()
-            if REASONING[0] in turn:
-                yield where, "reasoning", turn[REASONING[0]].strip()
-        for text_outside_thoughts in THOUGHT.split(turn["content"])[::2]:
-            yield where, "content", text_outside_thoughts.strip()
-        for call in turn.get("tool_calls") or []:
-            yield where, "tool calls", call["function"]["name"]
-            for leaf in _leaves(call["function"]["arguments"]):
-                yield where, "tool calls", leaf.strip()
-    for tool in row.get("tools") or []:
-        function = tool.get("function", tool)
-        yield "the conversation", "tools", str(function.get("name", ""))
-        yield "the conversation", "tools", str(function.get("description") or "").strip()
-        for name in (function.get("parameters") or {}).get("properties") or {}:
-            yield "the conversation", "tools", name
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """All keys, strings and numbers in a value of JSON, as a template writes them."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield str(key)
-            yield from _leaves(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _leaves(part)
-    elif isinstance(value, str):
-        yield value
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield json.dumps(value)
-
-
-def _replace_texts(row: dict) -> None:
-    """Replaces every text of a conversation by a word of its own."""
-    words = (f"qzx{number}xzq" for number in itertools.count())
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: replace(part) for key, part in value.items()}
-        if isinstance(value, list):
-            return [replace(part) for part in value]
-        return next(words) if isinstance(value, str) and value.strip() else value
-
-    for turn in turns_of(row):
-        content = ""
-        for index, piece in enumerate(THOUGHT.split(turn["content"])):  # texts and thoughts in turn
-            content += f"<think>{replace(piece)}</think>" if index % 2 else replace(piece)
-        turn["content"] = content
+        reasoning = "reasoning" if turn.get("train", True) else ""
+        pieces = THOUGHT.split(turn["content"])  # texts and thoughts in turn
+        pieces[::2] = [visit(where, "content", piece) for piece in pieces[::2]]
+        pieces[1::2] = [f"<think>{visit(where, reasoning, piece)}</think>" for piece in pieces[1::2]]
+        turn["content"] = "".join(pieces)
         if REASONING[0] in turn:
-            turn |= dict.fromkeys(REASONING[:2], next(words))
+            turn |= dict.fromkeys(REASONING[:2], visit(where, reasoning, turn[REASONING[0]]))
         for call in turn.get("tool_calls") or []:
-            call["function"] |= {"name": next(words), "arguments": replace(call["function"]["arguments"])}
+            function = call["function"]
+            function["name"] = visit(where, "tool calls", function["name"])
+            function["arguments"] = _visit_json(function["arguments"], functools.partial(visit, where, "tool calls"))
     for tool in row.get("tools") or []:
         function = tool.get("function", tool)
         for name in ("name", "description"):
             if function.get(name):
-                function[name] = next(words)
+                function[name] = visit("the conversation", "tools", str(function[name]))
+        for name in (function.get("parameters") or {}).get("properties") or {}:
+            visit("the conversation", "tools", name, is_fixed=True)
+
+
+def _visit_json(value: Any, visit: Callable[..., str]) -> Any:
+    """`_visit_texts` for a value of JSON; keys and numbers are fixed."""
+    if isinstance(value, dict):
+        for key in value:
+            visit(str(key), is_fixed=True)
+        return {key: _visit_json(part, visit) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_visit_json(part, visit) for part in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        visit(json.dumps(value), is_fixed=True)
+    return visit(value) if isinstance(value, str) else value
 
 
 def conversations_of(row: dict) -> list[dict]:

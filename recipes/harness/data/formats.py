@@ -18,7 +18,6 @@ For `messages` and `prompt_completion`, preference data is read as `prompt` and 
 import copy
 import functools
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,12 +99,8 @@ def rename(row: dict, column_map: dict[str, str] | None) -> dict:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if not _is_null(part)}
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None and part == part}  # NaN is not
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def is_preference(row: dict) -> bool:
@@ -134,7 +129,7 @@ def _to_text(row: dict, text_field: str) -> dict:
 
 
 def _to_prompt_completion(row: dict, text_field: str) -> dict:
-    if not isinstance(row.get("prompt"), str) and not _has(row, "prompt"):
+    if row.get("prompt") is None:
         raise SkippedRow("without a prompt as text")
     answer = "chosen" if is_preference(row) else "completion"
     return {"prompt": _text(row, "prompt"), "completion": _filled_text(row, answer, NO_ANSWER)}
@@ -162,15 +157,16 @@ def _to_messages(row: dict, text_field: str) -> dict:
             return converted
     row = _with_turns_in_json(row, ("prompt", "completion"))
     if _has(row, "prompt") and _has(row, "completion"):
+        prompt = _turns(row, "prompt", "user")
+        completion = _turns(row, "completion", "assistant")
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list | dict):
-            completion = _answer(row, "completion")
             _check_answers(completion)
-            return _conversation(row, prompt=_question(row), completion=completion)
-        turns = _pair(_text(row, "prompt"), _text(row, "completion"))
+            return _conversation(row, prompt=prompt, completion=completion)
+        turns = prompt + completion
     elif _has(row, "instruction") and _has(row, "output"):
         turns = _pair(_task(row, "instruction"), _text(row, "output"))
     else:
-        raise SkippedRow(_why_no_answer(row))
+        raise SkippedRow("without messages that have an answer, and without a prompt and a completion")
     return _conversation(row, messages=_history(row) + turns)
 
 
@@ -198,18 +194,11 @@ def _with_turns_in_json(row: dict, columns: tuple[str, ...]) -> dict:
     return row | read
 
 
-def _question(row: dict) -> list[dict]:
-    """The turns of a prompt: a text or several turns."""
-    if isinstance(row.get("prompt"), list):
-        return read_turns(row["prompt"], "prompt")
-    return [read_turn({"role": "user", "content": _text(row, "prompt")})] if _has(row, "prompt") else []
-
-
-def _answer(row: dict, column: str) -> list[dict]:
-    """The turns of an answer: a text, a turn, or several."""
+def _turns(row: dict, column: str, role: str) -> list[dict]:
+    """The turns in a column: a text of this role, a turn, or several."""
     if isinstance(row.get(column), list | dict):
         return read_turns(row[column], column)
-    return [read_turn({"role": "assistant", "content": _text(row, column)})] if _has(row, column) else []
+    return [read_turn({"role": role, "content": _text(row, column)})] if _has(row, column) else []
 
 
 def _pair(question: Any, answer: Any) -> list[dict]:
@@ -223,10 +212,8 @@ def _task(row: dict, column: str) -> str:
 
 def _history(row: dict) -> list[dict]:
     """The turns of LLaMA-Factory's `history`: pairs of a question and an answer."""
-    pairs = read_json(row.get("history"))
-    if pairs is None:
-        return []
     turns = []
+    pairs = read_json(row.get("history")) or []
     for pair in pairs if isinstance(pairs, list) else [pairs]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise SkippedRow("whose history is not pairs of a question and an answer")
@@ -234,37 +221,22 @@ def _history(row: dict) -> list[dict]:
     return turns
 
 
-def _why_no_answer(row: dict) -> str:
-    """Why a row has no columns to train on."""
-    if any(_has(row, column) for column in CONVERSATION_COLUMNS):
-        return "whose messages are a string, not a list of messages"
-    if _has(row, "completion"):
-        return "without a prompt"
-    return "without an instruction" if _has(row, "output") else NO_ANSWER
-
-
 def _conversation(row: dict, **columns: list[dict]) -> dict:
     """A converted row of the turns in `columns`, with the system message, the tools and the template's arguments of `row`."""
-    converted = {}
+    converted: dict[str, Any] = {}
     tools = [read_tools(row)]
+    system = read_text(row.get("system"), "whose system")
     for column, turns in columns.items():
-        if not converted:
-            turns = _with_system(turns, read_text(row.get("system"), "whose system"))
-        converted[column] = []
-        for turn in turns:
-            if turn["role"] == "system":
-                tools.append(turn.get("tools", []))
-                turn = without(turn, "tools")
-            if turn["role"] != "system" or turn["content"].strip():
-                converted[column].append(turn)
+        turns = turns if converted else _with_system(turns, system)
+        tools += [turn["tools"] for turn in turns if turn["role"] == "system" and "tools" in turn]
+        kept = [turn for turn in turns if turn["role"] != "system" or turn["content"].strip()]
+        converted[column] = [without(turn, "tools") if turn["role"] == "system" else turn for turn in kept]
     if found := join_tools(*tools):
         converted["tools"] = found
-    arguments = read_json(row.get(TEMPLATE_ARGUMENTS))
-    if arguments is not None and not isinstance(arguments, dict):
+    arguments = read_json(row.get(TEMPLATE_ARGUMENTS)) or {}
+    if not isinstance(arguments, dict):
         raise SkippedRow(f"whose {TEMPLATE_ARGUMENTS} is not an object")
-    if arguments:
-        converted[TEMPLATE_ARGUMENTS] = arguments
-    return converted
+    return converted | ({TEMPLATE_ARGUMENTS: arguments} if arguments else {})
 
 
 def _with_system(turns: list[dict], text: str) -> list[dict]:
@@ -275,15 +247,10 @@ def _with_system(turns: list[dict], text: str) -> list[dict]:
     return turns if first or not text.strip() else [{"role": "system", "content": text}, *turns]
 
 
-def _check_answers(turns: list[dict], reason: str = "") -> None:
+def _check_answers(turns: list[dict], reason: str = "without an answer that counts in the loss") -> None:
     """Raises SkippedRow unless one of the turns is an answer that counts in the loss."""
-    found = NO_ANSWER
-    for turn in turns:
-        if turn["role"] == "assistant":
-            if turn.get("train", True):
-                return
-            found = "without an answer that counts in the loss"
-    raise SkippedRow(reason or found)
+    if not any(turn["role"] == "assistant" and turn.get("train", True) for turn in turns):
+        raise SkippedRow(reason)
 
 
 def _of_preference(row: dict) -> dict:
@@ -295,7 +262,7 @@ def _of_preference(row: dict) -> dict:
     chosen = row["chosen"]
     if isinstance(chosen, list):
         chosen = read_turns(chosen, "chosen")
-        prompt = _question(row)
+        prompt = _turns(row, "prompt", "user")
         if not prompt or chosen[0]["role"] != "assistant":  # the whole conversation
             return row | {"messages": _join(prompt, chosen)}
     return row | {"completion": chosen}
@@ -322,8 +289,8 @@ def _what_is_said(turn: dict) -> tuple:
 def _to_preference(row: dict, text_field: str) -> dict:
     """A row with the turns before the answers as `prompt`, and a chosen and a rejected answer; all three lists of messages."""
     row = _with_turns_in_json(row, ("prompt", "chosen", "rejected"))
-    chosen = _answer(row, "chosen")
-    rejected = _answer(row, "rejected")
+    chosen = _turns(row, "chosen", "assistant")
+    rejected = _turns(row, "rejected", "assistant")
     if not chosen or not rejected:
         raise SkippedRow("without a chosen and a rejected answer")
     if chosen[0]["role"] == "assistant":
@@ -336,14 +303,13 @@ def _to_preference(row: dict, text_field: str) -> dict:
             same += 1
         if not same:
             raise SkippedRow("whose chosen and rejected conversations do not begin alike")
-        prompt = _join(_question(row), chosen[:same])
+        prompt = _join(_turns(row, "prompt", "user"), chosen[:same])
         chosen = chosen[same:]
         rejected = rejected[same:]
     if not prompt:
         raise SkippedRow("without a prompt")
     if chosen and rejected:
-        chosen = _without_last_questions(chosen)
-        rejected = _without_last_questions(rejected)
+        chosen, rejected = _without_last_questions(chosen), _without_last_questions(rejected)
     if not chosen or not rejected or chosen == rejected:
         raise SkippedRow("whose chosen and rejected answers are the same")
     if any(turn["role"] != "assistant" for turn in chosen + rejected):
@@ -354,7 +320,7 @@ def _to_preference(row: dict, text_field: str) -> dict:
 def _prompt_of_answers(row: dict) -> list[dict]:
     """What the answers of a preference answer, [] if nothing."""
     if isinstance(row.get("prompt"), list) and _has(row, "prompt"):
-        return _question(row)
+        return _turns(row, "prompt", "user")
     for column in CONVERSATION_COLUMNS:
         if turns := read_turns(row.get(column), column):
             return turns
@@ -367,10 +333,8 @@ def _prompt_of_answers(row: dict) -> list[dict]:
 def _without_last_questions(turns: list[dict]) -> list[dict]:
     """The turns up to the last answer."""
     _check_answers(turns)
-    turns = list(turns)
-    while turns[-1]["role"] != "assistant":
-        turns.pop()
-    return turns
+    last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant")
+    return turns[: last + 1]
 
 
 CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
@@ -398,22 +362,21 @@ DESCRIPTIONS = {
 @functools.cache
 def stored_features(format: str, text_field: str) -> Features:
     """The columns of converted rows. Turns are JSON, because Arrow would give every turn the keys of all others as null."""
-    texts = {
+    columns = {
         "": (),
         "text": (text_field,),
         "prompt_completion": ("prompt", "completion"),
         "instruction": ("instruction", "input", "output"),
         "question_answer": ("question", "answer"),
-    }
-    if format in texts:
-        return Features({name: Value("string") for name in texts[format]})
+        "messages": ("messages", "prompt", "completion", "tools"),
+        "images": ("messages", "tools"),
+        "preference": ("prompt", "chosen", "rejected", "tools"),
+    }[format]
+    if format not in CONVERSATIONS:
+        return Features(dict.fromkeys(columns, Value("string")))
     store_json_exactly()
-    columns = {"preference": ("prompt", "chosen", "rejected"), "images": ("messages",)}.get(
-        format, ("messages", "prompt", "completion")
-    )
-    turns = {name: List(Json()) for name in (*columns, "tools")}
     of_images = {"images": images.FEATURE} if format == "images" else {}
-    return Features(turns | of_images | {TEMPLATE_ARGUMENTS: Json()})
+    return Features(dict.fromkeys(columns, List(Json())) | of_images | {TEMPLATE_ARGUMENTS: Json()})
 
 
 def complete(row: dict, features: Features) -> dict:

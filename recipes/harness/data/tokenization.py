@@ -32,7 +32,6 @@ IMAGES = "images"  # a column of rows with images, which stay as they are until 
 # The first rows, of which those without a label are counted where packing does not drop them.
 COUNTED_ROWS = 2_000
 COUNTED_ROWS_OF_STREAM = 100
-DROPPING = "Dropping rows without a token in the loss"
 
 
 def load_tokenizer(
@@ -245,25 +244,24 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows cut to --max_length, without those of which no token counts then; their number is printed. See `is_used`."""
     has_images = IMAGES in (tokens.column_names or [])
     part = {"keep_start": (None, args.max_length), "keep_end": (-args.max_length, None)}[args.truncation_mode]
-    values = {"part": part, "length": args.max_length if has_images else None}
-    filtering: dict[str, Any] = {"input_columns": TOKENS, "fn_kwargs": values}
-    cutting: dict[str, Any] = {"fn_kwargs": {"part": part}}
-    if isinstance(tokens, IterableDataset):
-        report_first_rows(split, tokens, part, args, run)
-        used = tokens.filter(is_used, **filtering)
+    used = functools.partial(is_used, part=part, most=args.max_length if has_images else None)
+    options: dict[str, Any] = {}
+    if isinstance(tokens, Dataset):
+        options = {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
     else:
-        cutting |= {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
-        used = tokens.filter(is_used, num_proc=args.dataset_num_proc, desc=DROPPING, **filtering)
-        report_unused(split, len(tokens) - len(used), len(tokens), "", has_images, args)
-    return used if has_images else used.map(cut_tokens_of_row, **cutting)
+        report_first_rows(split, tokens, used, args, run)
+    kept = tokens.filter(used, input_columns=TOKENS, **options)
+    if isinstance(tokens, Dataset):
+        report_unused(split, len(tokens) - len(kept), len(tokens), "", args)
+    return kept if has_images else kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
 
 
-def is_used(ids: list[int], labels: list[int], part: Part, length: int | None) -> bool:
+def is_used(ids: list[int], labels: list[int], part: Part, most: int | None = None) -> bool:
     """Whether a token counts in the loss in the part of a row that is kept.
 
-    `length`: of rows with images, which are not cut: a part of an image has no meaning, and what follows it is the answer.
+    `most`: tokens of a row with images, which is not cut: a part of an image has no meaning, and what follows it is the answer.
     """
-    return has_loss(labels[slice(*part)]) and (length is None or len(ids) <= length)
+    return (most is None or len(ids) <= most) and has_loss(labels[slice(*part)])
 
 
 def cut_tokens_of_row(row: dict, part: Part) -> dict[str, list[int]]:
@@ -273,7 +271,7 @@ def cut_tokens_of_row(row: dict, part: Part) -> dict[str, list[int]]:
 def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
     if args.packing_strategy == "bfd":  # which cuts rows, and drops none
-        report_first_rows(split, tokens, (None, args.max_length), args, run)
+        report_first_rows(split, tokens, functools.partial(is_used, part=(None, args.max_length)), args, run)
     if isinstance(tokens, IterableDataset):
         # Not 1,000 documents: a stream that is read in parts would tokenize as many of each part before the first step.
         size = documents_per_batch(tokens, args.max_length, args.packing_strategy)
@@ -282,7 +280,7 @@ def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     packed = pack_dataset(tokens, args.max_length, args.packing_strategy, settings)
     # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
     # of an evaluation it would count as a loss of 0.
-    kept = packed.filter(has_loss, input_columns=["labels"], desc=DROPPING)
+    kept = packed.filter(has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")
     return kept if len(kept) else packed  # a command shows the rows even if nothing counts
 
 
@@ -290,26 +288,20 @@ def has_loss(labels: list[int]) -> bool:
     return any(label != IGNORED for label in labels)
 
 
-def report_first_rows(split: str, tokens: Rows, part: Part, args: SFTConfig, run: Run) -> None:
+def report_first_rows(split: str, tokens: Rows, used: Callable[..., bool], args: SFTConfig, run: Run) -> None:
     """Does for the first rows of a run what `report_unused` does for all."""
-    if not run.trains:
-        return
-    count = COUNTED_ROWS if isinstance(tokens, Dataset) else COUNTED_ROWS_OF_STREAM
-    first = list(itertools.islice(tokens, count))
-    has_images = bool(first) and IMAGES in first[0]
-    length = args.max_length if has_images else None
-    unused = sum(not is_used(row["input_ids"], row["labels"], part, length) for row in first)
-    report_unused(split, unused, len(first), "first " if len(first) == count else "", has_images, args)
+    if run.trains:
+        count = COUNTED_ROWS if isinstance(tokens, Dataset) else COUNTED_ROWS_OF_STREAM
+        first = list(itertools.islice(tokens, count))
+        unused = sum(not used(row["input_ids"], row["labels"]) for row in first)
+        report_unused(split, unused, len(first), "first " if len(first) == count else "", args)
 
 
-def report_unused(split: str, count: int, of: int, which: str, has_images: bool, args: SFTConfig) -> None:
+def report_unused(split: str, count: int, of: int, which: str, args: SFTConfig) -> None:
     """Prints that `count` of `of` rows are not used, and why. Raises UserError if these are all: nothing would be trained."""
-    kind = "training rows" if split == "train" else "evaluation rows"
-    limit = f"--max_length {args.max_length}"
-    reason = f"no token that counts in the loss is within {limit}"
-    if has_images:
-        reason = f"with their images they have more than {limit} tokens"
+    rows = f"{which}{of:,} {'training' if split == 'train' else 'evaluation'} rows"
+    reason = f"within --max_length {args.max_length} they have no token that counts in the loss, or a part of an image"
     if count == of > 0:
-        raise UserError(f"--max_length: none of the {which}{of:,} {kind} can be used: {reason}: pass a larger --max_length")
+        raise UserError(f"--max_length: none of the {rows} can be used: {reason}: pass a larger --max_length")
     if count:
-        print_once(f"warning: {count:,} of the {which}{of:,} {kind} are not used: {reason}.")
+        print_once(f"warning: {count:,} of the {rows} are not used: {reason}.")

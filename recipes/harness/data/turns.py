@@ -14,7 +14,6 @@ Null, NaN and "" are nothing, wherever they are, and a number is its text. Whate
 message is the reason that a run prints.
 """
 
-import itertools
 import json
 import math
 import re
@@ -47,6 +46,8 @@ NOTES_OF_PART = ("id", "index", "annotations", "cache_control", "citations", "lo
 KEYS_OF_CALL = ("id", "index", "type", "function", "name", "arguments", "parameters")
 THINK, END_OF_THINK = "<think>", "</think>"
 THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
+CALLS_TWICE = "with tool calls in two places of a turn"
+PART_MARKED = "in which a part of a turn is marked to count in the loss, or not to: mark the turn"
 TURN_AS_TEXT = re.compile(r"""\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
@@ -137,12 +138,11 @@ def read_turns(value: Any, column: str) -> list[dict]:
 
 def _read_texts(texts: list[str], column: str) -> list[dict]:
     turns = [read_json(text) for text in texts]
-    if all(role_of(turn) is not None for turn in turns):
+    if is_conversation(turns):
         return turns
-    if column not in CONVERSATION_COLUMNS or any(TURN_AS_TEXT.match(text) for text in texts):
+    if column not in CONVERSATION_COLUMNS or any(map(TURN_AS_TEXT.match, texts)):
         raise SkippedRow(f"whose column {column} has texts that are not messages as JSON")
-    roles = itertools.cycle(("user", "assistant"))
-    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
 def read_turn(turn: Any) -> dict:
@@ -205,31 +205,24 @@ def _read_parts(parts: list) -> tuple[str, str]:
     for part in parts:
         if isinstance(part, str):
             text += part
-        elif _read_kind(part) in TEXT_PARTS:
+            continue
+        if not isinstance(part, dict):
+            raise SkippedRow("with a turn that is not a text")
+        if _marks_of(part):
+            raise SkippedRow(PART_MARKED)
+        kind = part.get("type")
+        if kind not in (*TEXT_PARTS, *THOUGHT_PARTS):
+            raise SkippedRow(f"with a part of a turn of the type {kind}")
+        for key, value in part.items():
+            if key not in ("type", "text", kind, *NOTES_OF_PART) and not is_nothing(value):
+                raise SkippedRow(f"with a part of a turn that has the key {key}")
+        if kind in TEXT_PARTS and part.get("text") is not None:
             text += text_of(part["text"], "with a turn that")
-        elif text.strip():
-            raise SkippedRow("with reasoning after the text of a turn")
+        elif kind in THOUGHT_PARTS and not text.strip():
+            thought += text_of(_one_value(part, ("text", kind)), "with reasoning that")
         else:
-            thought += text_of(_one_value(part, ("text", part["type"])), "with reasoning that")
+            raise SkippedRow("with a turn that is not a text, or with reasoning after it")
     return text, thought
-
-
-def _read_kind(part: Any) -> str | None:
-    """The type of a part, which is a text or a thought. Raises SkippedRow for anything else, and for keys that are not known."""
-    if not isinstance(part, dict):
-        raise SkippedRow("with a turn that is not a text")
-    if _marks_of(part):
-        raise SkippedRow("in which a part of a turn is marked to count in the loss, or not to: mark the turn")
-    kind = part.get("type")
-    if kind not in (*TEXT_PARTS, *THOUGHT_PARTS):
-        raise SkippedRow(f"with a part of a turn of the type {kind}")
-    if part.get("text") is None and (kind in TEXT_PARTS or part.get(kind) is None):
-        raise SkippedRow("with a turn that is not a text")
-    known = {"type", "text", kind, *NOTES_OF_PART}
-    for key, value in part.items():
-        if key not in known and not is_nothing(value):
-            raise SkippedRow(f"with a part of a turn that has the key {key}")
-    return kind
 
 
 def _join_thoughts(turn: dict, of_parts: str) -> str:
@@ -257,13 +250,11 @@ def _check_text(role: str, text: str, thought: str, has_calls: bool) -> None:
 def _is_trained(turn: dict, role: str) -> bool:
     """False for an answer that is marked not to count in the loss. Only answers can count."""
     if any(read_json(turn.get(key)) for key in TRAINED_PARTS):
-        raise SkippedRow("in which a part of a turn is marked to count in the loss, or not to: mark the turn")
+        raise SkippedRow(PART_MARKED)
     marks = _marks_of(turn)
-    if role == "assistant":
-        return all(marks)
-    if any(marks) and "weight" not in turn:
+    if role != "assistant" and any(marks) and "weight" not in turn:
         raise SkippedRow(f"in which a turn of the {role} is marked to be trained on")
-    return True
+    return role != "assistant" or all(marks)
 
 
 def _marks_of(marked: dict) -> list[bool]:
@@ -282,30 +273,27 @@ def _marks_of(marked: dict) -> list[bool]:
 def _calls_of(turn: dict) -> list[dict]:
     """The calls under the keys `tool_calls` and `function_call`."""
     calls = read_json(turn.get("tool_calls")) or []
+    single = read_json(turn.get("function_call"))
     if not isinstance(calls, list):
         raise SkippedRow("with tool_calls that are not a list")
-    single = read_json(turn.get("function_call"))
     if calls and single is not None:
-        raise SkippedRow("with tool calls in two places of a turn")
-    if single is not None:
-        calls = [single]
-    return [_read_call(call) for call in calls]
+        raise SkippedRow(CALLS_TWICE)
+    return [_read_call(call) for call in (calls if single is None else [single])]
 
 
 def _split_calls(content: Any, others: list[dict]) -> tuple[str, list[dict]]:
     """The text and the calls of LLaMA-Factory's `function_call`: one call or several as JSON, perhaps after a thought."""
     if others:
-        raise SkippedRow("with tool calls in two places of a turn")
+        raise SkippedRow(CALLS_TWICE)
     text = ""
     if isinstance(content, str):
         content = content.strip()
         thought = THOUGHT.match(content)
         text = thought[0] if thought else ""
         content = read_json(content.removeprefix(text))
-    calls = [content] if isinstance(content, dict) else content
-    if not isinstance(calls, list):
+    if not isinstance(content, dict | list):
         raise SkippedRow("with a function_call that is not JSON")
-    return text, [_read_call(call) for call in calls]
+    return text, [_read_call(call) for call in (content if isinstance(content, list) else [content])]
 
 
 def _read_call(call: Any) -> dict:

@@ -114,37 +114,34 @@ def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, convers
     return own is not None and own == _text_of(tokenizer, conversation, chat_template=template)
 
 
-def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, given: frozenset[str]) -> str | None:
-    """The file of --chat_template_path, None to use the tokenizer's own template.
+def tokenizer_of_run(
+    training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str], reads_images: bool
+) -> PreTrainedTokenizerBase:
+    """The model's tokenizer with the chat template of the run. Sets --chat_template_path to the file, None if it is not used.
 
     A template that only the recipe sets is for models without one. `given`: names of the arguments that the user has passed.
     A path that does not exist in the current folder can be relative to the project's folder.
     """
-    path = given_template(training_args)
-    if not path or ("chat_template_path" not in given and tokenizer.chat_template):
-        return None
-    if not Path(path).exists() and (PROJECT / path).is_file():
-        return str(PROJECT / path)
-    return path
-
-
-def given_template(training_args: TrainingArguments) -> str | None:
-    """--chat_template_path, which only some trainers have."""
-    return getattr(training_args, "chat_template_path", None)
+    tokenizer = load_bare_tokenizer(model_args, reads_images)
+    path = getattr(training_args, "chat_template_path", None)
+    if path and tokenizer.chat_template and "chat_template_path" not in given:
+        path = training_args.chat_template_path = None
+    if path:
+        file = Path(path) if Path(path).exists() else PROJECT / path
+        if not file.is_file():
+            raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
+        training_args.chat_template_path = str(file)
+        tokenizer.chat_template = file.read_text("utf-8")
+    return tokenizer
 
 
 def fit_template(
     data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str]
 ) -> DataSettings:
     """The settings for rows that the chat template of the run renders. Sets `chat_template_path` to None if the model has one."""
-    has_path = bool(given_template(training_args))
-    if not {*data.formats} & {*CONVERSATIONS} and not has_path:
+    if not {*data.formats} & {*CONVERSATIONS} and not getattr(training_args, "chat_template_path", None):
         return data
-    tokenizer = load_bare_tokenizer(model_args, "images" in data.formats)
-    if has_path:
-        path = training_args.chat_template_path = template_file(training_args, tokenizer, given)
-        if path and Path(path).is_file():  # else the run has no conversations, which it is for
-            tokenizer.chat_template = Path(path).read_text("utf-8")
+    tokenizer = tokenizer_of_run(training_args, model_args, given, "images" in data.formats)
     if not tokenizer.chat_template:
         return data
     date = ""
@@ -208,11 +205,7 @@ def check_conversations(
     if not conversations or not (has_pairs or hasattr(training_args, "chat_template_path")):
         return
     with hub_errors("model", model_name):
-        tokenizer = load_bare_tokenizer(model_args, any("images" in row for _, row in rows))
-    if path := template_file(training_args, tokenizer, given):
-        if not Path(path).is_file():
-            raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
-        tokenizer.chat_template = Path(path).read_text("utf-8")
+        tokenizer = tokenizer_of_run(training_args, model_args, given, any("images" in row for _, row in rows))
     if not tokenizer.chat_template:
         raise UserError(
             f"--model_name_or_path: {model_name} has no chat template: use its -Instruct or -Chat version, or train it on plain "
@@ -225,7 +218,8 @@ def check_conversations(
             rows += [(place, part) for part in split_answers(conversation)]
     fitted = fit_calls(tokenizer, rows)
     only_answers = getattr(training_args, "assistant_only_loss", None)
-    check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split=not splits_answers and only_answers is not None)
+    name = getattr(training_args, "chat_template_path", None) or f"of {model_name}"
+    check_rendering(tokenizer, name, fitted, can_split=not splits_answers and only_answers is not None)
     print_ignored_arguments(tokenizer, rows)
     print_ignored_keys(tokenizer, fitted)
     if only_answers is None:

@@ -20,7 +20,6 @@ from harness.runs import Run
 
 from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
-from transformers.utils import logging
 from trl import ModelConfig, SFTConfig, pack_dataset
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from trl.data_utils import common_prefix_length
@@ -122,7 +121,7 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     tokenizer = getattr(processor, "tokenizer", processor)
     function: Callable = labels_of_tokens
     values: dict[str, Any] = {}
-    if has_turns(first):
+    if isinstance(first.get("messages") or first.get("prompt"), list):
         function = tokens_of_conversation
         values["processor"] = processor if IMAGES in first else tokenizer
         values["template"] = template_of_answers(tokenizer) if args.assistant_only_loss else None
@@ -134,12 +133,11 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
         begin, end = added_tokens(tokenizer)
         values = {"tokenizer": tokenizer, "text_field": args.dataset_text_field, "begin": begin, "end": end}
         values["only_completions"] = args.completion_only_loss is not False
-    settings = {}
-    if isinstance(rows, Dataset):
-        settings = {"num_proc": args.dataset_num_proc, "desc": f"Tokenizing {split} dataset"}
     kept = [*TOKENS, IMAGES] if IMAGES in first else TOKENS
     removed = [name for name in columns if name not in kept]
-    return rows.map(function, fn_kwargs=values, remove_columns=removed, **settings).select_columns(kept)
+    return rows.map(
+        function, fn_kwargs=values, remove_columns=removed, **options_of_map(rows, args, f"Tokenizing {split} dataset")
+    ).select_columns(kept)
 
 
 def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -151,11 +149,6 @@ def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
             "into {% generation %} in a copy of the template, and pass that with --chat_template_path."
         )
     return template
-
-
-def has_turns(row: dict) -> bool:
-    turns = row.get("messages") or row.get("prompt")
-    return isinstance(turns, list)
 
 
 def labels_of_tokens(row: dict) -> dict[str, list[int]]:
@@ -189,55 +182,44 @@ def tokens_of_conversation(
     ids = rendered["input_ids"]
     of_images = getattr(processor, "image_token_ids", [])
     counts = rendered.get("assistant_masks") or [token not in of_images for token in ids]
-    start = length_of_prompt(prompt, ids, processor)
+    start = common_prefix_length(prompt, ids)
     labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
 
 
-def length_of_prompt(prompt: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many of the tokens of a row are its prompt: those that the prompt alone has too."""
-    length = common_prefix_length(prompt, ids)
-    if length < len(prompt):
-        logging.get_logger("harness").warning_once(
-            "warning: a prompt ends differently when its answer follows, so the loss counts from where they differ: "
-            f"{tokenizer.decode(prompt[length:])!r}. End prompts with a complete word or line."
-        )
-    return length
-
-
 def tokens_of_text(
-    row: dict, tokenizer: PreTrainedTokenizerBase, text_field: str, begin: int | None, end: int | None, only_completions: bool
+    row: dict, tokenizer: PreTrainedTokenizerBase, text_field: str, begin: list[int], end: list[int], only_completions: bool
 ) -> dict[str, list[int]]:
     """The tokens of a text, or of a prompt and a completion, with the EOS token at the end.
 
     Args:
-        begin: the BOS token, if the tokenizer adds it. Some texts begin with it already; then it is there once.
-        end: the EOS token, if the tokenizer adds it: likewise.
+        begin: what the tokenizer adds in front, such as a BOS token. Some texts begin with it already; then it is there once.
+        end: what it adds at the end: likewise.
     """
     is_pair = "prompt" in row and "completion" in row
     text = row["completion"] if is_pair else row[text_field]
     if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
         text += tokenizer.eos_token
-    prompt = []
-    if is_pair:
-        text = row["prompt"] + text
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        prompt = prompt[: len(prompt) - int(prompt[-1:] == [end])]
-    ids = tokenizer(text)["input_ids"]
-    start = length_of_prompt(prompt, ids, tokenizer)
-    labels = [IGNORED] * start + ids[start:] if only_completions else list(ids)
-    first = int(ids[:2] == [begin, begin])
-    last = len(ids) - int(ids[-2:] == [end, end])
-    return {"input_ids": ids[first:last], "labels": labels[first:last]}
+    prompt = row["prompt"] if is_pair else ""
+    ids = tokenizer(prompt + text, add_special_tokens=False)["input_ids"]
+    added = [] if ids[:1] == begin else begin
+    start = 0
+    if is_pair and only_completions:
+        start = len(added) + common_prefix_length(tokenizer(prompt, add_special_tokens=False)["input_ids"], ids)
+    ids = added + ids + ([] if ids[-1:] == end else end)
+    return {"input_ids": ids, "labels": [IGNORED] * start + ids[start:]}
 
 
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
-    """The BOS token and the EOS token, if the tokenizer itself adds them to a text; else None."""
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer itself adds in front of a text, and at its end."""
     ids = tokenizer("a")["input_ids"]
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    begin = ids[0] if ids[0] == tokenizer.bos_token_id != bare[0] else None
-    end = ids[-1] if ids[-1] == tokenizer.eos_token_id != bare[-1] else None
-    return begin, end
+    return ids[: ids.index(bare[0])], ids[ids.index(bare[-1]) + 1 :]
+
+
+def options_of_map(rows: Rows, args: SFTConfig, text: str) -> dict[str, Any]:
+    """Of `map` and `filter`, which have none for streams."""
+    return {"num_proc": args.dataset_num_proc, "desc": text} if isinstance(rows, Dataset) else {}
 
 
 def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
@@ -245,14 +227,12 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     has_images = IMAGES in (tokens.column_names or [])
     part = {"keep_start": (None, args.max_length), "keep_end": (-args.max_length, None)}[args.truncation_mode]
     used = functools.partial(is_used, part=part, most=args.max_length if has_images else None)
-    options: dict[str, Any] = {}
-    if isinstance(tokens, Dataset):
-        options = {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
-    else:
-        report_first_rows(split, tokens, used, args, run)
+    options = options_of_map(tokens, args, f"Truncating {split} dataset")
     kept = tokens.filter(used, input_columns=TOKENS, **options)
     if isinstance(tokens, Dataset):
         report_unused(split, len(tokens) - len(kept), len(tokens), "", args)
+    else:
+        report_first_rows(split, tokens, used, args, run)
     return kept if has_images else kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
 
 
@@ -272,12 +252,13 @@ def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
     if args.packing_strategy == "bfd":  # which cuts rows, and drops none
         report_first_rows(split, tokens, functools.partial(is_used, part=(None, args.max_length)), args, run)
+    options = options_of_map(tokens, args, f"Packing {split} dataset")
     if isinstance(tokens, IterableDataset):
         # Not 1,000 documents: a stream that is read in parts would tokenize as many of each part before the first step.
-        size = documents_per_batch(tokens, args.max_length, args.packing_strategy)
-        return pack_dataset(tokens, args.max_length, args.packing_strategy, {"batch_size": size})
-    settings = {"num_proc": args.dataset_num_proc, "desc": f"Packing {split} dataset"}
-    packed = pack_dataset(tokens, args.max_length, args.packing_strategy, settings)
+        options = {"batch_size": documents_per_batch(tokens, args.max_length, args.packing_strategy)}
+    packed = pack_dataset(tokens, args.max_length, args.packing_strategy, options)
+    if isinstance(packed, IterableDataset):
+        return packed
     # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
     # of an evaluation it would count as a loss of 0.
     kept = packed.filter(has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")

@@ -65,20 +65,32 @@ def test_training_template(tokenizer, family):
         assert all(answer in marked for answer in answers) and QUESTION["content"] not in marked
 
 
-def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatch, error_of):
-    """Qwen3's template drops the reasoning of all answers but the last: only rows with one answer can be trained on."""
-    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    template = training_template(tokenizer)
-    assert render(tokenizer, template, ONE_ANSWER)[0] == tokenizer.apply_chat_template(ONE_ANSWER, tokenize=False)
-    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
+SFT = {"chat_template_path": None, "assistant_only_loss": True}
+
+
+@pytest.fixture
+def check(tokenizer, monkeypatch):
+    """`check_conversations` of rows with the chat template of a family."""
     monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
 
-    def check(rows):
-        check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B")
+    def call(family, *rows, splits=False, **flags):
+        tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+        check_conversations(SimpleNamespace(**flags), SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B", splits)
 
-    check([{"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}, {"text": "no conversation"}])
-    message = error_of(check, [{"messages": ONE_ANSWER}, {"messages": TWO_ANSWERS}])
+    return call
+
+
+def test_template_that_renders_earlier_answers_differently(tokenizer, check, error_of):
+    """Qwen3's template drops the reasoning of all answers but the last: only rows with one answer can be trained on."""
+    pair = {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}
+    check("qwen3", {"messages": ONE_ANSWER}, pair, {"text": "no conversation"}, **SFT)
+    template = training_template(tokenizer)
+    assert render(tokenizer, template, ONE_ANSWER)[0] == tokenizer.apply_chat_template(ONE_ANSWER, tokenize=False)
+    message = error_of(check, "qwen3", {"messages": ONE_ANSWER}, {"messages": TWO_ANSWERS}, **SFT)
     assert "Qwen/Qwen3-0.6B" in message and "--assistant_only_loss false" in message
+    for splits in (False, True):  # two answers in a row, of which only the last has reasoning: a row for each does not help
+        message = error_of(check, "qwen3", {"messages": [QUESTION, ANSWER, ANSWER]}, splits=splits, **SFT)
+        assert "--split_conversations" not in message and "line 1" in message
 
 
 WEATHER = {"name": "get_weather", "description": "Get it.", "parameters": {"properties": {"city": {"type": "string"}}}}
@@ -186,71 +198,37 @@ def test_turns_that_do_not_count_are_not_marked(tokenizer, family):
     assert SECOND_ANSWER["content"] in marked and ANSWER["content"] not in marked
 
 
-def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
-    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
-    rows = [{"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}]
-    tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
-    assert "marks the answers itself" in error_of(
-        check_conversations, training_args, SimpleNamespace(), frozenset(), placed(rows), "a model"
-    )
-    tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
-    check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "a model")
-    training_args.assistant_only_loss = False
-    two_shapes = [{"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}]
-    for wrong, words in ((rows, "are marked not to count in the loss"), (two_shapes, "the prompts would count in the loss")):
-        message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), placed(wrong), "a model")
-        assert words in message and "pass --assistant_only_loss true" in message
-    check_conversations(training_args, SimpleNamespace(), frozenset(), placed(two_shapes[:1]), "a model")
+def test_marks_that_a_template_cannot_follow(check, error_of):
+    marked = {"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}
+    assert "marks the answers itself" in error_of(check, "llama3_training", marked, **SFT)
+    check("llama3_1", marked, **SFT)
+    two_shapes = {"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}
+    every_turn = SFT | {"assistant_only_loss": False}
+    for wrong in ((marked,), two_shapes):
+        assert "pass --assistant_only_loss true" in error_of(check, "llama3_1", *wrong, **every_turn)
+    check("llama3_1", two_shapes[0], **every_turn)
 
 
-def test_row_of_the_page(tokenizer, monkeypatch):
+def test_row_of_the_page(check):
     """The row with reasoning and tools in docs/your-data.md is complete, and both of its answers count."""
     rows = re.findall(r"```json\n(\{\"messages.*?)```", (ROOT / "docs/your-data.md").read_text(), re.DOTALL)
     (text,) = [row for row in rows if "tool_calls" in row]
     row, reason = formats.examine(json.loads(text), "messages")
     assert not reason and len(formats.split_answers(row)) == 2
-    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
-    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
-    check_conversations(training_args, SimpleNamespace(), frozenset(), placed([row]), "Qwen/Qwen3-8B", splits_answers=True)
+    check("qwen3", row, splits=True, **SFT)
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_advice_for_two_answers_in_a_row(tokenizer, monkeypatch, error_of, splits):
-    """Qwen3's template writes reasoning, also an empty one, before the last answer only: a row for each does not help."""
-    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
-    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
-    rows = placed([{"messages": [QUESTION, ANSWER, ANSWER]}])
-    message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model", splits)
-    assert "--split_conversations" not in message and "line 1" in message
-
-
-@pytest.mark.parametrize("thinks", [True, False])
-def test_preferences_with_reasoning_but_without_thinking(tokenizer, monkeypatch, error_of, thinks):
-    """The prompt would lose its empty reasoning, and the answer would begin in it."""
-    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
+def test_preferences(check, error_of):
+    """Their loss counts all of an answer. With thinking turned off, reasoning would begin in the prompt's empty one."""
     good = ANSWER | {"content": "<think>\nHm.\n</think>\n\nSo."}
-    row = {"prompt": [QUESTION], "chosen": [good], "rejected": [ANSWER], "chat_template_kwargs": {"enable_thinking": thinks}}
-    arguments = (SimpleNamespace(), SimpleNamespace(), frozenset())
-    if thinks:
-        check_conversations(*arguments, placed([row]), "a model")
-    else:
-        message = error_of(check_conversations, *arguments, placed([row | {"chosen": [ANSWER]}, row]), "a model")
-        assert "--chat_template_kwargs" in message and "line 2" in message
-
-
-def test_marks_in_preferences(tokenizer, monkeypatch, error_of):
-    """Their loss counts all of an answer."""
-    tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
-    monkeypatch.setattr(chat_templates, "load_bare_tokenizer", lambda *arguments: tokenizer)
+    row = {"prompt": [QUESTION], "chosen": [good], "rejected": [ANSWER]}
+    check("qwen3", row | {"chat_template_kwargs": {"enable_thinking": True}})
+    row["chat_template_kwargs"] = {"enable_thinking": False}
+    message = error_of(check, "qwen3", row | {"chosen": [ANSWER]}, row)
+    assert "--chat_template_kwargs" in message and "line 2" in message
     row = {"prompt": [QUESTION], "chosen": [ANSWER, QUESTION, SECOND_ANSWER], "rejected": [SECOND_ANSWER]}
-    arguments = SimpleNamespace(), SimpleNamespace(), frozenset()
-    check_conversations(*arguments, placed([row]), "a model")
-    marked = row | {"chosen": [ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}
-    message = error_of(check_conversations, *arguments, placed([row, marked]), "a model")
+    check("llama3_1", row)
+    message = error_of(check, "llama3_1", row, row | {"chosen": [ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]})
     assert message.startswith("a.jsonl, line 2: a part of an answer is marked")
 
 

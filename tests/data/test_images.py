@@ -9,7 +9,7 @@ from unittest import mock
 
 from harness.data.chat_templates import check_conversations, fit_template, training_template
 from harness.data.formats import examine, split_answers
-from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, size_of, tokens_of_size
+from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, tokens_of_size
 from harness.data.loading import load
 from harness.data.tokenization import load_processor, tokenize, tokens_of_conversation
 from harness.messages import exit_on_user_error
@@ -186,12 +186,6 @@ def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
     assert "because of an image" in error_of(load, settings)
 
 
-def test_images_of_which_none_is_there(tmp_path, error_of):
-    file = write_rows(tmp_path / "rows.jsonl", [asked([PART, TEXT]) | {"images": ["photos/cat.png"]}] * 3)
-    message = error_of(load, data_settings(file, ("images",)))
-    assert "photos/cat.png does not exist" in message
-
-
 @pytest.mark.parametrize(
     ("row", "word"),
     [
@@ -264,13 +258,6 @@ def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of):
     assert all(len(row["images"]) == 1 for row in tokens)
     message = error_of(tokenize, dataset, None, processor, SFTConfig(str(tmp_path), max_length=8, **settings), Run("recipe.py"))
     assert "--max_length" in message
-
-
-def test_photo_held_sideways_is_upright():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    image = {"bytes": picture(80, 40, "JPEG", exif=exif), "path": None}
-    assert size_of(image) == decode(image).size == (40, 80)
 
 
 @pytest.mark.parametrize("values", ["uint16", ">u2", "int32"])

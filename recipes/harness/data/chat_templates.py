@@ -110,8 +110,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
     """Whether `template` writes a conversation as the tokenizer's own template does."""
-    own = _text_of(tokenizer, conversation)
-    return own is not None and own == _text_of(tokenizer, conversation, chat_template=template)
+    return None is not _text_of(tokenizer, conversation) == _text_of(tokenizer, conversation, chat_template=template)
 
 
 def tokenizer_of_run(
@@ -304,26 +303,20 @@ def options_of(row: dict) -> dict:
 
 
 def print_ignored_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
-    """Prints the names of chat_template_kwargs without which the chat template renders the same."""
-    names: dict[str, None] = {}
-    for _, row in rows:
-        names |= dict.fromkeys(row.get(TEMPLATE_ARGUMENTS) or {})
-    template = own_template(tokenizer)
-    if ignored := [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]:
+    """Prints the names of chat_template_kwargs that do not occur in the chat template."""
+    names = {name for _, row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {}}
+    if ignored := sorted(names - {*re.findall(r"\w+", own_template(tokenizer))}):
         print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")
 
 
 def print_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
     """Prints the keys of turns without which the chat template renders the same."""
-    found: dict[str, None] = {}
-    read = set()
+    found: dict[str, bool] = {}  # whether it changes the text
     for _, row in rows:
-        for turn in turns_of(row):
-            for key in other_keys(turn):
-                found[key] = None
-                if key not in read and _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key)):
-                    read.add(key)
-    if ignored := [key for key in found if key not in read]:
+        for key in [key for turn in turns_of(row) for key in other_keys(turn)]:
+            if not found.get(key):
+                found[key] = _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key))
+    if ignored := [key for key, is_read in found.items() if not is_read]:
         print_once(f"The chat template ignores these keys of messages: {', '.join(ignored)}.")
 
 
@@ -348,7 +341,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
             missing = find_missing(tokenizer, row)
         except Exception as error:  # a template is a program: it can fail in any way
             raise UserError(
-                f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation {show_turns(turns_of(row))}: "
+                f"{place}: the chat template {name} fails ({str(error)[:200]}) on the conversation {show_turns(turns_of(row))}: "
                 "change the row, or pass another template with --chat_template_path"
             ) from error
         if not missing:
@@ -384,9 +377,7 @@ def contents_for(tokenizer: PreTrainedTokenizerBase, turns: list[dict]) -> list[
 
 
 def show_turns(turns: list[dict]) -> str:
-    roles = ", ".join(turn["role"] for turn in turns[:8])
-    begin = " ".join(str(turns[0]["content"]).split())[:60]
-    return f"of {roles} that begins with “{begin}”"
+    return f"“{' '.join(str(turns[0]['content']).split())[:60]}”"
 
 
 def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, str] | None:

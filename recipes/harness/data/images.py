@@ -141,15 +141,11 @@ def find_file(image: dict, folder: str) -> str:
     """
     name = name_of(image)
     if image["bytes"] is None:
-        if "://" in image["path"]:
-            raise RefusedRow(
-                f"the image {name} is an address, and a run downloads none: download it, and write the path of the file"
-            )
         path = Path(folder, Path(image["path"]).expanduser())
-        if not path.is_absolute():
+        if "://" in image["path"] or not path.is_absolute():
             raise RefusedRow(
-                f"the image {name} is a file in a repository of the Hub, and a run downloads rows only: download the repository, "
-                "and pass its folder as --dataset_name"
+                f"the image {name} is no file on this machine, and a run downloads rows only: download it, and write its path. "
+                "Of a dataset of the Hub download the repository, and pass its folder"
             )
         if not path.is_file():
             return f"whose image {name} does not exist"
@@ -224,15 +220,12 @@ def decode(image: dict) -> PIL.Image.Image:
     return upright.convert("RGB")
 
 
-def limit_pixels(processor: Any, pixels: int) -> bool:
-    """Makes a processor shrink larger images to so many pixels. Returns False if it has no such limit: a fixed size, or tiles."""
+def limit_pixels(processor: Any, pixels: int) -> None:
+    """Makes a processor shrink larger images to so many pixels. One with a fixed size, or with tiles, has no such limit."""
     size = processor.image_processor.size
-    most = size.get("longest_edge")
-    least = size.get("shortest_edge")
-    if not most or not least or most < AREA:
-        return False
-    processor.image_processor.size = {"longest_edge": min(most, pixels), "shortest_edge": min(least, pixels)}
-    return True
+    most, least = size.get("longest_edge"), size.get("shortest_edge")
+    if most and least and most >= AREA:
+        processor.image_processor.size = {"longest_edge": min(most, pixels), "shortest_edge": min(least, pixels)}
 
 
 def as_parts(turns: list[dict]) -> list[dict]:

@@ -45,8 +45,8 @@ def load_tokenizer(
         tokenizer.chat_template = Path(path).read_text("utf-8")
         training_args.chat_template_path = None  # SFTTrainer would read a file with another ending as the name of a model
     for name in ("eos_token", "pad_token"):
-        if token := getattr(training_args, name, None):
-            setattr(tokenizer, name, token)  # the trainer refuses one that is not in the vocabulary
+        # The trainer refuses one that is not in the vocabulary.
+        setattr(tokenizer, name, getattr(training_args, name, None) or getattr(tokenizer, name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
@@ -119,25 +119,23 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     columns = rows.column_names or list(first)
     processor = tokenizer
     tokenizer = getattr(processor, "tokenizer", processor)
-    function: Callable = labels_of_tokens
-    values: dict[str, Any] = {}
+    only_completions = args.completion_only_loss is not False  # of rows that have a prompt
     if isinstance(first.get("messages") or first.get("prompt"), list):
-        function = tokens_of_conversation
-        values["processor"] = processor if IMAGES in first else tokenizer
-        values["template"] = template_of_answers(tokenizer) if args.assistant_only_loss else None
-        values["only_completions"] = "prompt" in first if args.completion_only_loss is None else args.completion_only_loss
-    elif "input_ids" not in first:
-        if args.assistant_only_loss:  # it would have no effect: all tokens would count
-            raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
-        function = tokens_of_text
+        template = template_of_answers(tokenizer) if args.assistant_only_loss else None
+        used = processor if IMAGES in first else tokenizer
+        function = functools.partial(tokens_of_conversation, processor=used, template=template, only_completions=only_completions)
+    elif "input_ids" in first:
+        function = labels_of_tokens
+    elif args.assistant_only_loss:  # it would have no effect: all tokens would count
+        raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
+    else:
         begin, end = added_tokens(tokenizer)
-        values = {"tokenizer": tokenizer, "text_field": args.dataset_text_field, "begin": begin, "end": end}
-        values["only_completions"] = args.completion_only_loss is not False
+        values = {"text_field": args.dataset_text_field, "begin": begin, "end": end, "only_completions": only_completions}
+        function = functools.partial(tokens_of_text, tokenizer=tokenizer, **values)
     kept = [*TOKENS, IMAGES] if IMAGES in first else TOKENS
     removed = [name for name in columns if name not in kept]
-    return rows.map(
-        function, fn_kwargs=values, remove_columns=removed, **options_of_map(rows, args, f"Tokenizing {split} dataset")
-    ).select_columns(kept)
+    options = options_of_map(rows, args, f"Tokenizing {split} dataset")
+    return rows.map(function, remove_columns=removed, **options).select_columns(kept)
 
 
 def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -152,11 +150,10 @@ def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def labels_of_tokens(row: dict) -> dict[str, list[int]]:
-    """Tokens that the recipe has made itself. Without labels, all of them count that the masks of TRL do not leave out."""
+    """Tokens that the recipe has made itself. Without labels, all of them count that TRL's masks do not leave out."""
     labels = row.get("labels") or row["input_ids"]
     for name in ("completion_mask", "assistant_masks"):
-        if mask := row.get(name):
-            labels = [label if counts else IGNORED for label, counts in zip(labels, mask, strict=True)]
+        labels = [label if counts else IGNORED for label, counts in zip(labels, row.get(name) or [1] * len(labels), strict=True)]
     return {"input_ids": row["input_ids"], "labels": labels}
 
 

@@ -21,6 +21,7 @@ from planner.simulation import Refused, Simulation
 
 SIDE_BY_SIDE = 2  # simulations
 CLOSE = 1.1  # what could be within this factor of the fastest is simulated
+by_seconds = operator.attrgetter("seconds")
 COMPILING = 60.0  # seconds to compile the layers, as on the H100 of docs/measurements.md
 LEFT_OUT = "--torch_compile true was left out:"
 Simulate = Callable[[list[Option]], list[Simulation | Refused]]  # simulates options side by side
@@ -89,10 +90,6 @@ def possible(machine: Machine, found: dict[Option, Simulation | Refused]) -> lis
     """Those that fit the machine."""
     fitting = {option: one for option, one in found.items() if is_possible(machine, one)}
     return [Candidate(option, one, step_seconds(machine.card, one)) for option, one in fitting.items()]
-
-
-def by_seconds(candidate: Candidate) -> float:
-    return candidate.seconds
 
 
 def weigh_compiling(

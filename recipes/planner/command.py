@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.hub import use_cache_if_unreachable
-from harness.messages import UserError, exit_on_user_error, last_line
+from harness.messages import UserError, exit_on_user_error, last_line, plural
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import physical_cores
 from harness.runs import GpuFeatures, Run
@@ -292,7 +292,7 @@ def simulate_options(
     new = [option for option in options if simulations[option] is None]
     if new:
         names = sorted({Path(option.config).stem for option in new})
-        pages.print_progress(f"Simulating {len(new)} combination{'s' if len(new) > 1 else ''}: {', '.join(names)} …")
+        pages.print_progress(f"Simulating {plural(len(new), 'combination')}: {', '.join(names)} …")
     side_by_side = physical_cores()
     for first in range(0, len(new), side_by_side):
         batch = new[first : first + side_by_side]

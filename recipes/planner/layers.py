@@ -4,12 +4,13 @@ A run with n layers and one with n + 1 have the same kinds of allocations. What 
 straight line in the number of layers.
 """
 
-from planner.ledger import Counts, Held, combine_counts
+from planner.ledger import Held
 
 import torch
 
 FEW = (4, 5)  # layers that are simulated
 FEWEST = 8  # layers of a model for which this pays
+SMALL = 2**20  # bytes
 
 
 def equal_layers(model: torch.nn.Module) -> torch.nn.ModuleList | None:
@@ -25,20 +26,19 @@ def equal_layers(model: torch.nn.Module) -> torch.nn.ModuleList | None:
 
 
 def extend(few: dict[tuple, Held], more: dict[tuple, Held], added: int) -> dict[tuple, Held]:
-    """What `Ledger.highest` would find with so many layers on top of those of `more`."""
+    """What `Ledger.highest` would find with so many layers on top of those of `more`.
+
+    Without the kinds whose largest allocation is another one with `few` layers: then a layer more would need less of something.
+    """
     extended = {}
     for kind in few.keys() & more.keys():
         held = more[kind]
-        sizes = {name: linear(few[kind].by_holder.get(name, 0), size, added) for name, size in held.by_holder.items()}
-        extended[kind] = held._replace(by_holder=sizes)
+        pairs = {name: (few[kind].by_holder.get(name, 0), size) for name, size in held.by_holder.items()}
+        if all(fewer - size < SMALL for fewer, size in pairs.values()):
+            extended[kind] = held._replace(by_holder={name: linear(*pair, added) for name, pair in pairs.items()})
     return extended
 
 
 def linear(few: float, more: float, added: int) -> float:
     """What is `few` with n layers and `more` with n + 1, for so many layers on top of these."""
     return more + added * (more - few)
-
-
-def linear_counts(few: Counts, more: Counts, added: int) -> Counts:
-    """The same for counts."""
-    return combine_counts(few, more, lambda one, other: linear(one, other, added))

@@ -7,11 +7,6 @@ import re
 from planner.cards import Card
 
 
-def has_fast_nvlink(card: Card) -> bool:
-    """Whether the links are NVLinks of a data centre's card; a bridge between two RTX 3090s has no more channels than PCIe."""
-    return card.link > 100e9
-
-
 def with_links(card: Card, has_nvlink: bool) -> Card:
     return dataclasses.replace(card, has_nvlink=has_nvlink)
 

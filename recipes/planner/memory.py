@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from planner.cards import Card
-from planner.links import has_fast_nvlink
 from planner.simulation import Simulation
 
 MOST_ROWS = 4096  # of a micro-batch
@@ -27,7 +26,8 @@ def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
     groups = [simulation.processes]
     if simulation.replicas > 1 and simulation.shards > 1:
         groups += [simulation.shards, simulation.replicas]
-    has_nvlink = card is not None and has_fast_nvlink(card)
+    # NVLinks of a data centre's card; a bridge between two RTX 3090s has no more channels than PCIe
+    has_nvlink = card is not None and card.link > 100e9
     total = 0.0
     for size in groups:
         if size > 1 and not has_nvlink:

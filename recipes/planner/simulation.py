@@ -49,7 +49,7 @@ from planner.generation import (
     generates,
     mark_cache,
 )
-from planner.ledger import Counts, Held, Ledger, Peak, add_counts, counts_of_step, hull_of, peaks_of
+from planner.ledger import Counts, Held, Ledger, Peak, add_counts, combine_counts, counts_of_step, hull_of, peaks_of
 from planner.processes import Process
 from planner.size import PLANNED, use_planned_size
 
@@ -285,10 +285,11 @@ def simulate_few_layers(step: "SimulatedStep") -> list[Held] | None:
         return None
     few, more = recordings
     added = len(all_layers) - layers.FEW[1]
-    counts = [layers.linear_counts(one, other, added) for one, other in zip(few.counts, more.counts, strict=True)]
+    line = functools.partial(layers.linear, added=added)
+    counts = [combine_counts(one, other, line) for one, other in zip(few.counts, more.counts, strict=True)]
     *step.parts, step.after, step.prompts, step.scores, step.token = counts
-    step.trained_here = layers.linear(few.trained_here, more.trained_here, added)
-    step.optimizer = layers.linear(few.optimizer, more.optimizer, added)
+    step.trained_here = line(few.trained_here, more.trained_here)
+    step.optimizer = line(few.optimizer, more.optimizer)
     step.simulation.simulated_layers = layers.FEW[1]
     return [*step.ledger.highest().values(), *layers.extend(few.highest, more.highest, added).values()]
 

@@ -5,10 +5,8 @@ from harness.commands import verify
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
-from harness.messages import UserError
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
-from harness.run.failures import exit_for_known_failure
 from harness.run.losses import Loss
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_sharding
 
@@ -121,18 +119,6 @@ def test_next_layer_of_experts_is_gathered_early(monkeypatch, tmp_path, one_proc
     model(input_ids=torch.ones(1, 8, dtype=torch.long))
     (of_next,) = layers[1]._get_fsdp_state()._fsdp_param_groups
     assert gathered.index(of_next) < gathered.index("computed")
-
-
-def test_ddp_that_waits_for_a_gradient(one_process):
-    """The second forward pass is an error if a weight got no gradient in the first backward pass."""
-    layers = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
-    layers.forward = layers["used"].forward
-    model = torch.nn.parallel.DistributedDataParallel(layers)
-    model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError) as raised:
-        model(torch.ones(1, 2))
-    with pytest.raises(UserError, match="--ddp_find_unused_parameters true"):
-        exit_for_known_failure(raised.value)
 
 
 def test_adapters_get_their_input_as_it_is(build_trainer):

@@ -7,7 +7,6 @@ from harness.compat.transformers import transformer_layers
 from harness.messages import UserError
 from harness.model.loading import check_teacher
 from harness.run.session import report_dropped_rows
-from harness.start.checks import check_teacher_is_another
 
 import pytest
 import torch
@@ -123,19 +122,10 @@ def test_prompts_that_are_not_used(build_trainer, tmp_path, capsys):
     assert "nf4" not in trainer.args.to_json_string()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--teacher_model_name_or_path", "./nowhere"], "./nowhere"),
-        (["--teacher_model_name_or_path", "Qwen/Qwen3-4B"], "Qwen/Qwen3-4B is the model that is trained"),
-        (["--dataset_streaming", "true"], "--dataset_streaming false"),
-        (["--use_vllm", "true"], "--vllm_mode server"),
-    ],
-)
-def test_refused(build_trainer, questions, capsys, flags, message):
+def test_teacher_that_does_not_exist(build_trainer, questions, capsys):
     with pytest.raises(SystemExit):
-        build_trainer(RECIPE, "--dataset_name", str(questions), *flags)
-    assert message in capsys.readouterr().err
+        build_trainer(RECIPE, "--dataset_name", str(questions), "--teacher_model_name_or_path", "./nowhere")
+    assert "./nowhere" in capsys.readouterr().err
 
 
 def test_fewer_prompts_than_a_step_needs(build_trainer, questions):
@@ -143,13 +133,6 @@ def test_fewer_prompts_than_a_step_needs(build_trainer, questions):
     trainer = build_trainer(RECIPE, "--dataset_name", str(questions), "--global_batch_size", "64")
     with pytest.raises(UserError, match=r"64 answers at a time .* only 23"):
         train(trainer)
-
-
-def test_teacher_of_a_quantized_model_can_be_the_model_itself(tmp_path):
-    args = DistillationConfig(str(tmp_path), use_cpu=True, bf16=False, teacher_model_name_or_path="Qwen/Qwen3-4B")
-    check_teacher_is_another(args, ModelConfig(model_name_or_path="Qwen/Qwen3-4B", load_in_4bit=True))
-    with pytest.raises(UserError, match="is the model that is trained"):
-        check_teacher_is_another(args, ModelConfig(model_name_or_path="Qwen/Qwen3-4B"))
 
 
 def test_teacher_of_another_vocabulary(tmp_path, environment):

@@ -4,7 +4,7 @@ import json
 import socket
 from dataclasses import replace
 
-from harness.data import loading, reading, text_rows
+from harness.data import loading, reading
 from harness.data.loading import load
 from harness.data.reading import print_ignored_files
 from harness.data.script_arguments import ScriptArguments
@@ -49,21 +49,6 @@ def test_max_samples_counts_rows_that_are_trained_on(tmp_path, streaming):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     train, _ = load(data_settings(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
     assert len(list(train)) == 40
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "txt"])
-def test_one_file(tmp_path, suffix, streaming):
-    rows = datasets.Dataset.from_list([{"text": f"text {index}"} for index in range(40)])
-    path = tmp_path / f"my [own] file.{suffix}"
-    if suffix == "txt":
-        path.write_text("\n".join(rows["text"]))
-    else:
-        getattr(rows, f"to_{suffix.removesuffix('l')}")(str(path))
-    data = data_settings(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
-    train, test = load(data)
-    assert {row["text"] for row in train} | set(test["text"]) == set(rows["text"]) and len(test) == 3
-    assert len(list(train)) == 37
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -357,18 +342,3 @@ def test_urls_of_images_are_not_requested(tmp_path, streaming):
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()
-
-
-@pytest.mark.parametrize(
-    ("line", "values"),
-    [
-        ('"x, y",a\u2028b', ["x, y", "a\u2028b"]),  # other line separators are text
-        ('"He said ""no"" , then left",b', ['He said "no" , then left', "b"]),
-        ('"x\ny",b', ["x\ny", "b"]),
-    ],
-)
-def test_quoted_values_of_csv(tmp_path, line, values):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(f"prompt,completion\n{line}\n1,2\n".encode())
-    rows = [list(row.values()) for _, row in text_rows.read_rows(path, "csv")]
-    assert rows == [values, ["1", "2"]]

@@ -138,17 +138,6 @@ def test_parts_of_one_process_resume_at_any_row(names, tmp_path):
         assert list(itertools.islice(zip(*again, strict=True), 9)) == rows[number + 1 : number + 10], number
 
 
-def test_stream_resumes_at_any_row(names):
-    stream, rows, positions = open_stream(names), [], []
-    for row in itertools.islice(stream, 60):
-        rows.append(row)
-        positions.append(json.dumps(stream.state_dict()))
-    for number in range(0, 50, 7):
-        again = open_stream(names)
-        again.load_state_dict(json.loads(positions[number]))
-        assert list(itertools.islice(again, 9)) == rows[number + 1 : number + 10], number
-
-
 def test_bad_mixtures(names, error_of, tmp_path):
     assert "--dataset_weights 1 1" in error_of(arguments_of, ["some/rows", names[0]], None)
     for weights in ([1, 2], [1, 2, -1], [1, 2, float("nan")]):
@@ -160,13 +149,6 @@ def test_bad_mixtures(names, error_of, tmp_path):
     assert chat in error_of(load, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
     missing = str(tmp_path / "missing.jsonl")
     assert f"not found: {missing}" in error_of(load, arguments_of([names[0], missing], [1, 1]))
-
-
-def test_arguments_of_each_dataset(names):
-    data = arguments_of([*names[:2], "hub/rows"], [1, 1, 2], dataset_config=["default", "default", "small"])
-    assert [source.config for source in data.sources] == [None, None, "small"]
-    assert [source.weight for source in data.sources] == [0.25, 0.25, 0.5]
-    assert data.display_name.endswith("+ 0.5 hub/rows small")
 
 
 def test_rows_of_cycle():

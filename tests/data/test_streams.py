@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,13 +13,12 @@ from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 import pyarrow
 import pytest
 import torch
-import yaml
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, slow
 from datasets import Dataset, load_dataset
 from pyarrow import parquet
-from runs import begin_at, history, losses, read, tiny_model
+from runs import begin_at, history, losses, read
 from torch.utils.data import DataLoader, RandomSampler
 from trl import pack_dataset
 
@@ -39,31 +37,6 @@ def test_stream_as_eval_dataset_is_refused(error_of):
     stream = Dataset.from_list([{"text": "a"}]).to_iterable_dataset()
     trainer = SimpleNamespace(train_dataset=stream, eval_dataset=stream, args=SimpleNamespace(world_size=2))
     assert "Dataset.from_list" in error_of(repeat_stream, trainer)
-
-
-@slow
-def test_processes_with_files_of_different_length(environment, tmp_path):
-    """Started with `accelerate launch`: three files for two processes, five passes over the shorter share.
-
-    If the stream ended for one process, the processes would wait for each other without end.
-    """
-    tiny_model("Qwen/Qwen2-0.5B", tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    for file, rows in enumerate((40, 30, 20)):
-        texts = [json.dumps({"text": f"file {file} row {row} " + "of many words " * 20}) for row in range(rows)]
-        (tmp_path / f"data/{file}.jsonl").write_text("\n".join(texts))
-    settings = yaml.safe_load((ROOT / "accelerate_configs/4gpu_full_shard.yaml").read_text()) | {"num_processes": 2}
-    config = tmp_path / "2gpu.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_machines", "1"]
-    command += ["--main_process_port", "0", ROOT / f"recipes/{RECIPE}.py", "--use_cpu", "--output_dir", run, "--max_steps", "40"]
-    command += ["--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data", "--dataset_config", "default"]
-    command += ["--max_length", "256", "--gradient_accumulation_steps", "1", "--max_eval_samples", "4"]
-    command += ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--logging_steps", "10", "--bf16", "false"]
-    process = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    assert read(run)["global_step"] == 40 and read(run)["world_size"] == 2 and read(run)["fsdp_enabled"]
 
 
 FILES = (37, 21, 25)  # documents in each; a row group has 8
@@ -233,13 +206,6 @@ def test_position_that_is_missing(documents, tmp_path, capsys, content):
     assert "read from its beginning, and 32 rows are skipped" in capsys.readouterr().out
 
 
-def test_position_of_another_stream(documents, tmp_path, capsys):
-    """The recipe has one more operation on the stream."""
-    read_steps(lambda: packed(documents, True), tmp_path, 1, 2)
-    read_steps(lambda: packed(documents, True).map(dict), tmp_path, 1, 1, from_step=2)
-    assert "does not have the position in this stream" in capsys.readouterr().out
-
-
 def test_position_with_fewer_micro_batches_per_step(documents, tmp_path, capsys, monkeypatch):
     """With larger micro-batches a step does not read all saved parts, so the stream is read again: every row is read."""
 
@@ -278,21 +244,6 @@ def test_damaged_position(documents, tmp_path, capsys):
         path.write_text(content, "utf-8", "surrogateescape")
         open_batches(stream, tmp_path, 1, 0, path.parent)
         assert "does not have the position in this stream" in capsys.readouterr().out, content[:200]
-
-
-def test_workers_have_no_effect(documents, capsys):
-    loader = DataLoader(packed(documents, True), batch_size=ROWS, collate_fn=list, num_workers=2)
-    args = SimpleNamespace(process_index=0, world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS)
-    accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False)
-    trainer = SimpleNamespace(args=args, train_dataset=loader.dataset, accelerator=accelerator)
-    assert StreamPosition(trainer, None).divide(loader).num_workers == 0
-    assert "--dataloader_num_workers 2 has no effect" in capsys.readouterr().out
-
-
-def test_number_of_parts():
-    """As many as micro-batches per step if there are as many files; else every part has the same number of micro-batches."""
-    assert [streams.largest_divisor(8, files) for files in (1, 3, 7, 8, 14)] == [1, 2, 4, 8, 8]
-    assert [streams.largest_divisor(slots, 14) for slots in (1, 12, 32, 14, 15)] == [1, 12, 8, 14, 5]
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

@@ -44,7 +44,7 @@ class ScriptArguments(trl.ScriptArguments):
         default=None,
         metadata={
             "help": "What the chat template gets besides the messages, as JSON: '{\"enable_thinking\": false}'. The column "
-            "chat_template_kwargs of a row has precedence."
+            "chat_template_kwargs of a row has precedence. Without effect on rows that are no conversations."
         },
     )
     max_pixels: int = field(
@@ -60,7 +60,10 @@ class ScriptArguments(trl.ScriptArguments):
     )
     split_conversations: bool = field(
         default=False,
-        metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
+        metadata={
+            "help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones. Without "
+            "effect on other rows."
+        },
     )
     profile: bool = field(default=False, metadata={"help": "Profile one step in the middle of the run."})
 

@@ -20,7 +20,9 @@ class Keys(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def leave_out_null(cls, keys: Any) -> Any:
-        return {key: value for key, value in keys.items() if value is not None} if isinstance(keys, dict) else keys
+        if isinstance(keys, dict):
+            return {key: value for key, value in keys.items() if value is not None}
+        return keys
 
 
 class FsdpKeys(Keys):

@@ -25,7 +25,9 @@ RUN = "run.json"
 RESULTS = "train_results.json"
 DATA = "data.json"  # what `load` read and skipped
 PROMPT = "prompt.json"  # how a prompt for the model looks, see `run/prompts.py`
-CONVERSATIONS, TEXTS, PROMPTS = "conversations", "texts", "prompts"  # what a run was trained on, in PROMPT
+CONVERSATIONS = "conversations"  # what a run was trained on, in PROMPT
+TEXTS = "texts"
+PROMPTS = "prompts"
 LOCK = ".lock"
 HELD_OUT = "held_out.parquet"  # the rows that a run was evaluated on, as tokens, for --verify
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
@@ -110,18 +112,24 @@ def best_checkpoint(folder: Path, saved: object) -> Path | None:
     None if there is none, or if it is not a path of a checkpoint.
     """
     name = Path(saved).name if isinstance(saved, str) else ""
-    return folder / name if CHECKPOINT.fullmatch(name) else None
+    if CHECKPOINT.fullmatch(name):
+        return folder / name
+    return None
 
 
 def resume_hint(folder: Path) -> str:
     """The end of every message about a run that stopped."""
     checkpoint = newest_complete_checkpoint(folder)
-    return f"The same command resumes from {checkpoint}." if checkpoint else "No checkpoint was written yet."
+    if checkpoint:
+        return f"The same command resumes from {checkpoint}."
+    return "No checkpoint was written yet."
 
 
 def date_of(run: dict) -> datetime | None:
     """When a run was started for the first time. `run`: the content of run.json, or {}."""
-    return datetime.fromisoformat(run["date"]) if "date" in run else None
+    if "date" in run:
+        return datetime.fromisoformat(run["date"])
+    return None
 
 
 def lock_of(folder: Path) -> FileLock:
@@ -203,7 +211,9 @@ def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> d
         return {}
     is_finished = results["global_step"] >= max_steps if max_steps > 0 else (results["epoch"] or 0) >= num_train_epochs
     stopped_early = results.get("stopped_early_of") == [max_steps, num_train_epochs]  # by a callback of the recipe
-    return results if is_finished or stopped_early else {}
+    if is_finished or stopped_early:
+        return results
+    return {}
 
 
 def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epochs: float) -> None:

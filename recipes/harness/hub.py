@@ -69,7 +69,9 @@ def commit_of(model: str, revision: str) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     file = None if Path(model).is_dir() else try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(file).parent.name if isinstance(file, str) else revision
+    if isinstance(file, str):
+        return Path(file).parent.name
+    return revision
 
 
 @contextlib.contextmanager
@@ -121,6 +123,10 @@ def temporary_failure(failure: BaseException) -> str:
     from huggingface_hub.utils import httpx
 
     if (response := getattr(failure, "response", None)) is not None:
-        return f"HTTP status {response.status_code}" if response.status_code in TEMPORARY else ""
+        if response.status_code in TEMPORARY:
+            return f"HTTP status {response.status_code}"
+        return ""
     is_of_network = isinstance(failure, httpx.TransportError | TimeoutError | ConnectionError)
-    return (str(failure) or type(failure).__name__) if is_of_network else ""
+    if is_of_network:
+        return str(failure) or type(failure).__name__
+    return ""

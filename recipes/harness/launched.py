@@ -20,7 +20,9 @@ from harness.signals import exit_with_parent, last_signal, set_interrupt_handler
 VARIABLE = "HARNESS_LAUNCHED"  # the environment variable with the JSON of `Launched`
 # Names in the folder: a process has begun; the code for the shell; the number of a signal that the launcher got. The numbers are
 # targets of links: a link is written completely or not at all, and needs no space on a disk that is full.
-STARTED, EXIT_CODE, STOPPED = "started", "exit_code", "stopped"
+STARTED = "started"
+EXIT_CODE = "exit_code"
+STOPPED = "stopped"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,9 @@ def write_number(path: Path, number: int) -> None:
 
 def read_number(path: Path) -> int | None:
     """A number that was written, None if there is none."""
-    return int(path.readlink().name) if path.is_symlink() else None
+    if path.is_symlink():
+        return int(path.readlink().name)
+    return None
 
 
 def end_run(code: int | None) -> NoReturn:

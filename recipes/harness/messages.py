@@ -117,4 +117,6 @@ def plural(count: int, word: str) -> str:
 
 def readable_size(size: float) -> str:
     """Bytes in words, with MB of 1e6 and GB of 1e9 bytes."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e6:,.1f} MB"

@@ -57,7 +57,9 @@ def must_be_equal(before: dict, now: dict) -> Changes:
     changes = changed_settings(before, now, MUST_BE_EQUAL)
     scheduler = changed_settings(before, now, ("lr_scheduler_type",))
     has_state = {*SCHEDULERS_WITH_STATE} & {*scheduler.get("lr_scheduler_type", ())}
-    return changes | scheduler if has_state else changes
+    if has_state:
+        return changes | scheduler
+    return changes
 
 
 def keep_settings(before: dict, identity: dict) -> list[str]:
@@ -86,8 +88,12 @@ def setting_in_words(value: Any) -> str:
     """A setting as a flag has it."""
     if value is None:
         return "not set"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
 
 
 def _sorted(value: Any) -> Any:
-    return sorted(value, key=str) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return sorted(value, key=str)
+    return value

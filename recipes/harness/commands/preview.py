@@ -163,7 +163,9 @@ def why_no_documents(trainer: Any) -> str:
 
     if next(iter(trainer.train_dataset), None) is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
-    return "the answers are generated" if generation.writes_answers(trainer) else why_no_text(trainer)
+    if generation.writes_answers(trainer):
+        return "the answers are generated"
+    return why_no_text(trainer)
 
 
 def other_rows(preview: Preview) -> list[dict[str, str]]:

@@ -63,8 +63,12 @@ def speed_of(run: dict[str, Any]) -> float:
 
 def cell_of(value: Any) -> str:
     if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        if value is None:
+            return ""
+        return str(value)
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

@@ -54,10 +54,13 @@ def load_model(folder: Path) -> Any:
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    base, options = str(folder), {"device_map": "auto", "dtype": "auto"}
+    base = str(folder)
+    options = {"device_map": "auto", "dtype": "auto"}
     if is_adapter:
-        settings, results = read_adapter_settings(folder), read_json(folder / RESULTS)
-        base, options["revision"] = settings.base_model_name_or_path, settings.revision or "main"
+        settings = read_adapter_settings(folder)
+        results = read_json(folder / RESULTS)
+        base = settings.base_model_name_or_path
+        options["revision"] = settings.revision or "main"
         if results.get("quantized_weights"):
             recorded = Path(results["quantized_weights"])
             # Its name is the same on every machine.

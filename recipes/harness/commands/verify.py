@@ -44,7 +44,8 @@ class HeldOut:
 def main(*words: str) -> int:
     """Checks whether the saved model of RUN, and MODEL if there is one, compute what was trained; returns 1 if one does not."""
     parsed = arguments.verify().read(words)
-    run, merged = parsed.run, parsed.run / "merged"
+    run = parsed.run
+    merged = parsed.run / "merged"
     held_out = read_held_out(run)
     other = parsed.model or (merged if merged.is_dir() else None)
     # First: to load and measure the run's model takes minutes.
@@ -181,7 +182,9 @@ def check_prompts(model: Path, held_out: HeldOut, tokenizer: Any = None) -> list
                 tokens = tokens_of_prompt(tokenizer, processor, row, turns[:number])
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
     counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
-    return [compare(model, "prompts with the trained tokens", *counts)] if equal else []
+    if equal:
+        return [compare(model, "prompts with the trained tokens", *counts)]
+    return []
 
 
 def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict]) -> list[int]:

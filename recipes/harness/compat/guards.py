@@ -14,7 +14,8 @@ from typing import ParamSpec, TypeVar
 
 from harness.messages import UserError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,9 @@ def names_in_model(model: PreTrainedModel | None) -> Callable[[str], str]:
 
     def name_in_model(name: str) -> str:
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
-        return renamed if renamed in known else name
+        if renamed in known:
+            return renamed
+        return name
 
     return name_in_model
 

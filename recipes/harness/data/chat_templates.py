@@ -276,7 +276,9 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str) -> str:
             "pass that with --chat_template_path"
         )
     is_read = assistant_only_loss and "message['train']" in template
-    return "" if is_read else f"--assistant_only_loss: some turns are marked not to count in the loss, but {reason}"
+    if is_read:
+        return ""
+    return f"--assistant_only_loss: some turns are marked not to count in the loss, but {reason}"
 
 
 def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[PlacedRow]) -> PlacedRow | None:
@@ -373,7 +375,9 @@ def contents_for(tokenizer: PreTrainedTokenizerBase, turns: list[dict]) -> list[
         takes_texts = QUESTION["content"] in tokenizer.apply_chat_template([QUESTION], tokenize=False)
     except Exception:  # it may be for other conversations
         takes_texts = True
-    return turns if takes_texts else as_parts(turns)
+    if takes_texts:
+        return turns
+    return as_parts(turns)
 
 
 def show_turns(turns: list[dict]) -> str:
@@ -449,7 +453,9 @@ def _visit_json(value: Any, visit: Callable[..., str]) -> Any:
         return [_visit_json(part, visit) for part in value]
     if isinstance(value, int | float) and not isinstance(value, bool):
         visit(json.dumps(value), is_fixed=True)
-    return visit(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return visit(value)
+    return value
 
 
 def conversations_of(row: dict) -> list[dict]:

@@ -28,7 +28,10 @@ MAX_LETTERS = 150  # of a text, in a rehearsal
 MAX_TOOL_LETTERS = 20  # of each text in the definition of a tool
 # Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns
 # are, and which columns of the format it has. The last three are "" for a skipped row.
-REASON, DIGEST, KIND, HAS = ("_reason", "_digest", "_kind", "_has")
+REASON = "_reason"
+DIGEST = "_digest"
+KIND = "_kind"
+HAS = "_has"
 FACTS = (PLACE, REASON, DIGEST, KIND, HAS)
 LEFT_OUT = "left out by the recipe (`keep`)"
 BAD_ANSWER = ", bad answer"  # ends the KIND of a row of KTO data whose `label` is false
@@ -62,7 +65,9 @@ class Conversion:
     def folder_of(self, place: str) -> str:
         """To which the paths of images in a row are relative: the folder of the text file that has the row."""
         file, in_file, _ = place.rpartition(", line ")
-        return str(Path(file).absolute().parent) if in_file else self.folder
+        if in_file:
+            return str(Path(file).absolute().parent)
+        return self.folder
 
     def convert(self, row: dict) -> tuple[dict | None, str]:
         """See `formats.examine`."""
@@ -165,7 +170,9 @@ def digest_of(row: dict) -> str:
 
 def _checksum_of(value: Any) -> str:
     """Of the bytes of an image; any other value that JSON has no form for as a text."""
-    return xxhash.xxh3_64_hexdigest(value) if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return xxhash.xxh3_64_hexdigest(value)
+    return str(value)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,9 @@ def rename(row: dict, column_map: dict[str, str] | None) -> dict:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None and part == part}  # NaN is not
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
 
 
 def is_preference(row: dict) -> bool:
@@ -198,7 +200,9 @@ def _turns(row: dict, column: str, role: str) -> list[dict]:
     """The turns in a column: a text of this role, a turn, or several."""
     if isinstance(row.get(column), list | dict):
         return read_turns(row[column], column)
-    return [read_turn({"role": role, "content": _text(row, column)})] if _has(row, column) else []
+    if _has(row, column):
+        return [read_turn({"role": role, "content": _text(row, column)})]
+    return []
 
 
 def _pair(question: Any, answer: Any) -> list[dict]:
@@ -207,7 +211,9 @@ def _pair(question: Any, answer: Any) -> list[dict]:
 
 def _task(row: dict, column: str) -> str:
     """The instruction of Alpaca in `column`, and below it its input, if it has one."""
-    return f"{_text(row, column)}\n\n{_text(row, 'input')}" if _has(row, "input") else _text(row, column)
+    if _has(row, "input"):
+        return f"{_text(row, column)}\n\n{_text(row, 'input')}"
+    return _text(row, column)
 
 
 def _history(row: dict) -> list[dict]:
@@ -244,7 +250,9 @@ def _with_system(turns: list[dict], text: str) -> list[dict]:
     first = turns[0]["content"].strip() if turns and turns[0]["role"] == "system" else ""
     if first and text.strip() not in ("", first):
         raise SkippedRow("with different system messages in two places")
-    return turns if first or not text.strip() else [{"role": "system", "content": text}, *turns]
+    if first or not text.strip():
+        return turns
+    return [{"role": "system", "content": text}, *turns]
 
 
 def _check_answers(turns: list[dict], reason: str = "without an answer that counts in the loss") -> None:
@@ -309,7 +317,8 @@ def _to_preference(row: dict, text_field: str) -> dict:
     if not prompt:
         raise SkippedRow("without a prompt")
     if chosen and rejected:
-        chosen, rejected = _without_last_questions(chosen), _without_last_questions(rejected)
+        chosen = _without_last_questions(chosen)
+        rejected = _without_last_questions(rejected)
     if not chosen or not rejected or chosen == rejected:
         raise SkippedRow("whose chosen and rejected answers are the same")
     if any(turn["role"] != "assistant" for turn in chosen + rejected):

@@ -26,7 +26,8 @@ IMAGE = "<image>"  # in a content; also in rows of LLaVA and LLaMA-Factory
 FEATURE = List({"bytes": Value("binary"), "path": Value("string")})
 PARTS = ("image", "image_url", "input_image")  # types of parts of a content
 KEYS_OF_PART = ("image", "path", "url", "image_url")  # under which a part itself has its image
-ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # of EXIF: how a camera was held
+ORIENTATION = 0x0112  # of EXIF: how a camera was held
+SIDEWAYS = (5, 6, 7, 8)
 AREA = 64 * 64  # a `size` of a processor below it is a length, others count pixels; no --max_pixels is smaller
 MOST_RATIO = 200  # of the sides of an image; Qwen's processors fail above
 MOST_GREY = 65_535  # of 16 bits
@@ -131,7 +132,9 @@ def count_marks(turns: list[dict]) -> int:
 
 
 def _texts_around_marks(turn: dict) -> list[str]:
-    return [turn["content"]] if turn["role"] == "assistant" else turn["content"].split(IMAGE)
+    if turn["role"] == "assistant":
+        return [turn["content"]]
+    return turn["content"].split(IMAGE)
 
 
 def find_file(image: dict, folder: str) -> str:
@@ -168,11 +171,15 @@ def find_file(image: dict, folder: str) -> str:
 def name_of(image: dict) -> str:
     """For messages. The end of a long path is the name of its file."""
     name = image["path"] or "in the dataset"
-    return name if len(name) <= SHOWN_LETTERS else f"…{name[-SHOWN_LETTERS:]}"
+    if len(name) <= SHOWN_LETTERS:
+        return name
+    return f"…{name[-SHOWN_LETTERS:]}"
 
 
 def _file_of(image: dict) -> Any:
-    return image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
+    if image["bytes"] is None:
+        return image["path"]
+    return io.BytesIO(image["bytes"])
 
 
 def version_of(image: dict, folder: str) -> tuple[int, int] | None:
@@ -204,7 +211,9 @@ def size_of(image: dict) -> tuple[int, int]:
     with open_image(image) as opened:
         width, height = opened.size
         is_sideways = opened.format != "TIFF" and opened.getexif().get(ORIENTATION) in SIDEWAYS  # Pillow turns a TIFF itself
-    return (height, width) if is_sideways else (width, height)
+    if is_sideways:
+        return (height, width)
+    return (width, height)
 
 
 def decode(image: dict) -> PIL.Image.Image:
@@ -223,7 +232,8 @@ def decode(image: dict) -> PIL.Image.Image:
 def limit_pixels(processor: Any, pixels: int) -> None:
     """Makes a processor shrink larger images to so many pixels. One with a fixed size, or with tiles, has no such limit."""
     size = processor.image_processor.size
-    most, least = size.get("longest_edge"), size.get("shortest_edge")
+    most = size.get("longest_edge")
+    least = size.get("shortest_edge")
     if most and least and most >= AREA:
         processor.image_processor.size = {"longest_edge": min(most, pixels), "shortest_edge": min(least, pixels)}
 
@@ -274,7 +284,8 @@ class ImageCollator:
     """Makes batches of rows with `input_ids`, `labels` and `images`: padded tokens, and the pixels of their images."""
 
     def __init__(self, processor: Any, padding_side: str = "right") -> None:
-        self.processor, self.padding_side = processor, padding_side
+        self.processor = processor
+        self.padding_side = padding_side
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         import torch

@@ -263,7 +263,9 @@ def usable_stream(rows: IterableDataset, conversion: Conversion) -> IterableData
     if conversion.format:
         columns = rows.column_names or list(next(iter(rows)))
         return rows.map(examine_of_stream, fn_kwargs={"conversion": conversion}, remove_columns=columns).filter(_is_usable)
-    return rows.filter(conversion.keep) if conversion.keep else rows
+    if conversion.keep:
+        return rows.filter(conversion.keep)
+    return rows
 
 
 def _is_usable(row: dict) -> bool:
@@ -276,7 +278,9 @@ def _is_not_held_out(row: dict, held_out: frozenset[str]) -> bool:
 
 def digest_of_loaded(row: dict) -> str:
     """The checksum of an examined row, or of one that stays as it is."""
-    return row[DIGEST] if DIGEST in row else digest_of(row)
+    if DIGEST in row:
+        return row[DIGEST]
+    return digest_of(row)
 
 
 def check_has_images(opened: list[Opened]) -> None:
@@ -340,7 +344,9 @@ def training_rows(data: DataSettings, one: Opened, held_out: frozenset[str], sha
         )
     if one.conversion.format:
         rows = finish(rows, shape, one.conversion)
-    return shuffle(rows, data.seed) if isinstance(rows, IterableDataset) else rows
+    if isinstance(rows, IterableDataset):
+        return shuffle(rows, data.seed)
+    return rows
 
 
 def finish(rows: Dataset | IterableDataset, shape: Shape, conversion: Conversion) -> Dataset | IterableDataset:
@@ -393,5 +399,7 @@ def count_training_rows(data: DataSettings) -> int | None:
         else:  # of text files the lines can be counted
             sizes.append(sum(1 for _ in rows) if reading.is_local(source.name) and not data.streaming else None)
     if data.is_mixture:
-        return sum(share(data, sizes)) if all(sizes) and not data.streaming else None
+        if all(sizes) and not data.streaming:
+            return sum(share(data, sizes))
+        return None
     return sizes[0]

@@ -35,7 +35,8 @@ NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requir
 # The split that a word in the name of a file or folder stands for, as in `datasets`.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
 SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
-PLACE, ROW = "_place", "_row"  # columns of rows of text files
+PLACE = "_place"  # columns of rows of text files
+ROW = "_row"
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 
 
@@ -53,7 +54,9 @@ def _local_paths(name: str | None) -> list[Path]:
         return []
     path = Path(name).expanduser().absolute()
     root = Path(path.anchor)
-    return [path] if path.exists() else sorted(root.glob(str(path.relative_to(root))))
+    if path.exists():
+        return [path]
+    return sorted(root.glob(str(path.relative_to(root))))
 
 
 def is_local(name: str | None) -> bool:
@@ -62,7 +65,9 @@ def is_local(name: str | None) -> bool:
 
 def absolute_name(name: str) -> str:
     """What --dataset_name names, with an absolute path; the ID of a dataset of the Hub as it is."""
-    return str(Path(name).expanduser().absolute()) if is_local(name) else name
+    if is_local(name):
+        return str(Path(name).expanduser().absolute())
+    return name
 
 
 def file_versions(name: str | None) -> list[list]:

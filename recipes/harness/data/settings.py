@@ -65,7 +65,9 @@ class DataSettings:
     def display_name(self) -> str | None:
         """All datasets in words, such as "0.7 a + 0.3 b"; None without one."""
         if not self.is_mixture:
-            return self.sources[0].display_name if self.sources else None
+            if self.sources:
+                return self.sources[0].display_name
+            return None
         return " + ".join(f"{source.weight:.3g} {source.display_name}" for source in self.sources)
 
     def with_each(self, **changes: Any) -> "DataSettings":

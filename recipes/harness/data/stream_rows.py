@@ -21,13 +21,15 @@ from pyarrow import ArrowException, RecordBatch, Schema, parquet, unify_schemas
 
 MOST_PARTS = 16  # of a stream: the first step needs a batch of packed documents of each part
 # A resumed run reads the current blocks again: fewer blocks are larger. More blocks open files and read footers more often.
-BLOCKS_PER_FILE, MOST_BLOCKS = 128, 2**16
+BLOCKS_PER_FILE = 128
+MOST_BLOCKS = 2**16
 # Of so many files at most, spread over all, the footers are read at the start: for the columns, and so that no block is empty.
 # With more files every part has some rows anyway.
 FEW_FILES = 128
 ROWS_AT_ONCE = 256  # rows of a Parquet file in memory as Python objects
 BLOCKS_AT_ONCE = 4  # of a part: its rows come from so many blocks or files in turn
-SHUFFLE_BUFFER, SMALLEST_BUFFER = 1_000, 250  # rows that are shuffled together, in all parts; in one part at least
+SHUFFLE_BUFFER = 1_000  # rows that are shuffled together, in all parts
+SMALLEST_BUFFER = 250  # in one part
 MOST_ROWS_OF_CYCLE = 1_000  # see `rows_of_cycle`
 
 Block = tuple[str, int, int]  # a file, the number of the block, and how many blocks the file has

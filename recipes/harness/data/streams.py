@@ -120,7 +120,9 @@ class MicroBatches(torch.utils.data.IterableDataset):
 
     def __init__(self, stream: IterableDataset, rows: int, slots: int, parts: int, processes: int, process: int) -> None:
         """`rows` per micro-batch; `stream` has no end."""
-        self.rows, self.slots, self.parts = rows, slots, parts
+        self.rows = rows
+        self.slots = slots
+        self.parts = parts
         self.own_slots = range(process, slots, processes)
         self.streams: dict[int, IterableDataset] = {}
         self.saved_parts = []
@@ -228,7 +230,9 @@ class StreamPosition(TrainerCallback):
 
     def states_after_next_step(self) -> dict[int, dict]:
         """To be called once for every step that was read: the states after it; {} for data in memory."""
-        return self.micro_batches.states.popleft() if self.micro_batches else {}
+        if self.micro_batches:
+            return self.micro_batches.states.popleft()
+        return {}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         for part, state_of_part in self.states.items():
@@ -248,4 +252,6 @@ def _read_states(checkpoint: Path, stream: dict) -> tuple[int, dict[int, dict]]:
             if number and position.get("stream") == stream:
                 counts.add(position["parts"])
                 states[int(number[1])] = position["state"]
-    return (counts.pop(), states) if len(counts) == 1 else (0, {})
+    if len(counts) == 1:
+        return (counts.pop(), states)
+    return (0, {})

@@ -107,7 +107,9 @@ def tokenize_split(
         tokens = pack(split, tokens, args, run)
     elif args.max_length is not None:
         tokens = cut(split, tokens, args, run)
-    return tokens.shuffle(seed=args.seed) if args.shuffle_dataset else tokens
+    if args.shuffle_dataset:
+        return tokens.shuffle(seed=args.seed)
+    return tokens
 
 
 def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, args: SFTConfig) -> Rows:
@@ -216,7 +218,9 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[in
 
 def options_of_map(rows: Rows, args: SFTConfig, text: str) -> dict[str, Any]:
     """Of `map` and `filter`, which have none for streams."""
-    return {"num_proc": args.dataset_num_proc, "desc": text} if isinstance(rows, Dataset) else {}
+    if isinstance(rows, Dataset):
+        return {"num_proc": args.dataset_num_proc, "desc": text}
+    return {}
 
 
 def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
@@ -230,7 +234,9 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
         report_unused(split, len(tokens) - len(kept), len(tokens), "", args)
     else:
         report_first_rows(split, tokens, used, args, run)
-    return kept if has_images else kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
+    if has_images:
+        return kept
+    return kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
 
 
 def is_used(ids: list[int], labels: list[int], part: Part, most: int | None = None) -> bool:

@@ -44,7 +44,8 @@ TEXT_PARTS = (None, "text", "input_text", "output_text")
 THOUGHT_PARTS = ("reasoning", "thinking")
 NOTES_OF_PART = ("id", "index", "annotations", "cache_control", "citations", "logprobs", "signature")
 KEYS_OF_CALL = ("id", "index", "type", "function", "name", "arguments", "parameters")
-THINK, END_OF_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_OF_THINK = "</think>"
 THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
 CALLS_TWICE = "with tool calls in two places of a turn"
 PART_MARKED = "in which a part of a turn is marked to count in the loss, or not to: mark the turn"
@@ -110,7 +111,9 @@ def role_of(turn: Any) -> str | None:
 def _own_role(turn: dict) -> str | None:
     role = turn.get("role")
     role = turn.get("from") if role is None else role
-    return None if role is None else str(role).lower()
+    if role is None:
+        return None
+    return str(role).lower()
 
 
 def is_conversation(value: Any) -> bool:
@@ -186,7 +189,9 @@ def _one_value(turn: dict, keys: tuple[str, ...]) -> Any:
     values = [value for value in values if not is_nothing(value)] or values[:1]  # alone, spaces and {} are what they are
     if len(values) > 1 and values[0] != values[1]:
         raise SkippedRow(f"with a turn that has {' and '.join(keys)}")
-    return values[0] if values else None
+    if values:
+        return values[0]
+    return None
 
 
 def _read_content(content: Any, role: str) -> tuple[str, str]:

@@ -42,19 +42,24 @@ def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, 
         return VARLEN
     has_flash = FLASH in run.gpu.attention and not run.on_cpu and in_16_bit
     fits = config is None or max(head_sizes(config)) <= MAX_HEAD_SIZE
-    return FLASH if has_flash and fits and supports_flash_attention_2(model_class) else None
+    if has_flash and fits and supports_flash_attention_2(model_class):
+        return FLASH
+    return None
 
 
 def dtype_of_products(training_args: TrainingArguments, otherwise: str) -> str:
     """The dtype of mixed precision, `otherwise` if it is off."""
     if training_args.bf16:
         return "bfloat16"
-    return "float16" if training_args.fp16 else otherwise
+    if training_args.fp16:
+        return "float16"
+    return otherwise
 
 
 def config_of(model_args: ModelConfig, is_tiny: bool) -> PreTrainedConfig | None:
     """The config of the model, None if it cannot be read, or the recipe makes its model itself. `is_tiny`: a rehearsal."""
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     if not name:
         return None
     if is_tiny and (known := tiny.family_of(name)):

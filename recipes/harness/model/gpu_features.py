@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers.utils import is_flash_attn_2_available
 
-VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
+VARLEN = "varlen"  # values of --attn_implementation
+FLASH = "flash_attention_2"
 
 
 def find_gpu_features() -> GpuFeatures:

@@ -162,7 +162,8 @@ def check_teacher(training_args: TrainingArguments, model_args: ModelConfig) -> 
 
     DistillationTrainer compares only the sizes of the vocabularies, and would compare the probabilities of different words.
     """
-    teacher, student = training_args.teacher_model_name_or_path, model_args.model_name_or_path
+    teacher = training_args.teacher_model_name_or_path
+    student = model_args.model_name_or_path
     vocabularies = []
     for name, revision in ((teacher, training_args.teacher_model_revision or "main"), (student, model_args.model_revision)):
         with hub_errors(TOKENIZER, name):

@@ -18,7 +18,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 # Models that give the kernels the lengths of packed documents, by the type of their text part; see tests/model/test_packing.py.
 KEPT_APART_BY_KERNELS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
 # The kernels of linear attention: their modules, and the names of their packages.
-KERNELS, PACKAGES = ("fla", "causal_conv1d"), "flash-linear-attention and causal-conv1d"
+KERNELS = ("fla", "causal_conv1d")
+PACKAGES = "flash-linear-attention and causal-conv1d"
 
 
 def check_packing(

@@ -191,7 +191,9 @@ class TrainedQuantization:
         original = weight.T if is_transposed else weight
         packed = pack(original.to(self.dtype), self.settings, self.device)
         unpacked = dequantize_4bit(packed.data, packed.quant_state).cpu()
-        return unpacked.T if is_transposed else unpacked
+        if is_transposed:
+            return unpacked.T
+        return unpacked
 
 
 def read_quantization(recorded: dict[str, Any]) -> TrainedQuantization | None:

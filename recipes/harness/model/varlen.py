@@ -100,4 +100,6 @@ def mask_of_window(length: int, before: int, after: int, device: torch.device | 
     """Which tokens of a document attend to which: to so many before and after them, -1 for all."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device)
     mask = mask.triu(-before) if before >= 0 else mask
-    return mask.tril(after) if after >= 0 else mask
+    if after >= 0:
+        return mask.tril(after)
+    return mask

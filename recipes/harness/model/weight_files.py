@@ -22,7 +22,8 @@ FILES_OF_MODEL = {
     # No subfolders, which can have the weights a second time, but additional_chat_templates/.
     "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "consolidated*"],
 }
-SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def class_of_model(config: PreTrainedConfig) -> Any:

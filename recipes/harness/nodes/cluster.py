@@ -78,7 +78,8 @@ def _slurm_nodes() -> Nodes:
     if nodes.count > 1 and not nodes.head:
         command = ["scontrol", "show", "hostnames", os.environ[f"{scope}_NODELIST"]]
         names = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-        nodes.head, nodes.another = names[0], names[1]
+        nodes.head = names[0]
+        nodes.another = names[1]
     return nodes
 
 

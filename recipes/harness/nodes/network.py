@@ -17,7 +17,8 @@ from harness.signals import last_signal
 
 T = TypeVar("T")
 # Exit codes of a process that lost the others, and of one that could not reach them at the start.
-LOST, UNREACHABLE = 3, 4
+LOST = 3
+UNREACHABLE = 4
 CAUSES = (
     "Usual causes, and the variable to set: GPUs that cannot reach each other directly (consumer cards, an IOMMU): "
     "NCCL_P2P_DISABLE=1; the wrong interface: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, one of `ip -br addr`; no working "
@@ -74,7 +75,9 @@ def answer_of_first(question: str, find: Callable[[], T], first_of_node: bool = 
     node = os.environ.get("GROUP_RANK", "0") if first_of_node else "all"
     is_first = os.environ["LOCAL_RANK" if first_of_node else "RANK"] == "0"
     readers = int(os.environ["LOCAL_WORLD_SIZE" if first_of_node else "WORLD_SIZE"]) - 1
-    store, answer, read = _store_of_run(), f"answer/{question}/{node}", f"read/{question}/{node}"
+    store = _store_of_run()
+    answer = f"answer/{question}/{node}"
+    read = f"read/{question}/{node}"
     if is_first:
         content: dict[str, Any] = {"exit_code": None}  # of other exceptions, whose code only this process knows
         try:

@@ -38,7 +38,8 @@ DATASETS = {folder.name.replace("--", "/"): folder for folder in sorted(Path(__f
 VOCABULARY = 2048
 TINY_PIXELS = 64 * 64  # of an image: four tokens of Qwen's, whose patches have 16 x 16 pixels
 _YAML = yaml.safe_load(Path(__file__).with_name("tiny_model.yaml").read_text("utf-8"))
-FAMILIES, SIZES = _YAML["families"], _YAML["sizes"]
+FAMILIES = _YAML["families"]
+SIZES = _YAML["sizes"]
 # The values of a rehearsal, unless a flag says otherwise: the recipe's own are for days on GPUs.
 VALUES = {
     "max_steps": 30,
@@ -70,11 +71,13 @@ def values_for(config_class: type) -> dict[str, Any]:
 
 def make_models(training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the tiny model of a rehearsal, and the teacher of DistillationTrainer with its vocabulary, unless they exist."""
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     if name:
         _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
     if teacher := getattr(training_args, "teacher_model_name_or_path", None):
-        of_teacher, student = training_args.teacher_model_revision or "main", tiny_model_folder(model_args)
+        of_teacher = training_args.teacher_model_revision or "main"
+        student = tiny_model_folder(model_args)
         folder = tiny_teacher_folder(training_args, model_args)
         _make_once(folder, lambda draft: make_tiny_model(teacher, of_teacher, draft, student))
 
@@ -299,7 +302,9 @@ def _limit(name: str, value: int, replaced: dict[str, Any]) -> int:
         if re.search(pattern, name):
             if limit == "vocabulary":
                 limit = replaced["vocab_size"]
-            return value if limit is None else min(value, limit)
+            if limit is None:
+                return value
+            return min(value, limit)
     return value
 
 

@@ -120,7 +120,9 @@ class Checkpoints(TrainerCallback):
 def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:
     """Whether this process handles a file of a checkpoint; files without a rank in their name belong to the first one."""
     rank = RANK_IN_NAME.search(name)
-    return int(rank[1]) % process.num_processes == process.process_index if rank else is_first
+    if rank:
+        return int(rank[1]) % process.num_processes == process.process_index
+    return is_first
 
 
 def row_settings(args: TrainingArguments) -> dict[str, Any]:

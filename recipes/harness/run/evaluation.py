@@ -22,13 +22,17 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     if trainer.eval_dataset is None:
         return {}
     logged = logged_by_evaluations(trainer.state.log_history, step_of_saved_model(trainer))
-    return logged if evaluation_losses(logged) else trainer.evaluate()
+    if evaluation_losses(logged):
+        return logged
+    return trainer.evaluate()
 
 
 def step_of_saved_model(trainer: Trainer) -> int:
     """The last step, or that of the best checkpoint with `load_best_model_at_end`."""
-    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    return folder.step_of(Path(best)) if best else trainer.state.global_step
+    best = trainer.state.best_model_checkpoint
+    if best and trainer.args.load_best_model_at_end:
+        return folder.step_of(Path(best))
+    return trainer.state.global_step
 
 
 class EvaluationBatches(list[range]):
@@ -42,10 +46,12 @@ class EvaluationBatches(list[range]):
         first = 0
         while rows - first >= processes:
             count = min(size, (rows - first) // processes)
-            self.append(range(first + process * count, first + (process + 1) * count))
+            start = first + process * count
+            self.append(range(start, start + count))
             first += processes * count
         steps = len(self)
-        self.extend(range(start, min(start + size, rows)) for start in range(first, rows, size))
+        for start in range(first, rows, size):
+            self.append(range(start, min(start + size, rows)))
         self.shared = range(steps, len(self))
 
 
@@ -56,7 +62,8 @@ def read_equally(trainer: Trainer, loader: DataLoader) -> DataLoader:
     args = trainer.args
     batches = EvaluationBatches(len(loader.dataset), args.eval_batch_size, args.world_size, args.process_index)
     names = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context")
-    divided = DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in names})
+    settings = {name: getattr(loader, name) for name in names}
+    divided = DataLoader(loader.dataset, batch_sampler=batches, **settings)
     return prepare_data_loader(
         divided,
         device=trainer.accelerator.device,
@@ -110,12 +117,15 @@ class Means:
             sizes = Sizes(self.answer_tokens, sizes.rows, self.answer_tokens)
         value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
         device = self.trainer.accelerator.device
-        self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))
+        numbers = [number.to(device, torch.float32) for number in (value, *sizes)]
+        self.steps.append(torch.stack(numbers))
 
     def gather(self, data: Any, **options: Any) -> Any:
         """Gathers predictions, those of a shared batch from one process."""
         is_shared = self.batches is not None and len(self.steps) - 1 in self.batches.shared
-        return data if is_shared else self.gather_all(data, **options)
+        if is_shared:
+            return data
+        return self.gather_all(data, **options)
 
     def finish(self) -> float | None:
         """The mean loss, None without a batch; makes TRL's metrics such means too. Collective."""
@@ -133,9 +143,13 @@ class Means:
             of_batches = torch.tensor(values, dtype=torch.double)
             is_number = ~of_batches.isnan()  # it is NaN for a batch of which a function gives no reward, or without variance
             counts = (sizes.tokens if name in OVER_TOKENS else sizes.rows).sum(0)
-            if len(of_batches) == len(counts) and counts[is_number].sum():
-                metrics[name] = [float(counts[is_number] @ of_batches[is_number] / counts[is_number].sum())]
-        return float(torch.where(sizes.weight > 0, losses * sizes.weight, 0).sum() / sizes.weight.sum())
+            if len(of_batches) != len(counts):
+                continue
+            counts = counts[is_number]
+            if counts.sum():
+                metrics[name] = [float(counts @ of_batches[is_number] / counts.sum())]
+        total = torch.where(sizes.weight > 0, losses * sizes.weight, 0).sum()
+        return float(total / sizes.weight.sum())
 
 
 def print_best_checkpoint(trainer: Trainer) -> None:

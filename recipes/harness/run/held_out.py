@@ -20,8 +20,14 @@ def has_held_out(trainer: Trainer) -> bool:
 
 def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:
     """The evaluation datasets with tokens, by label; a single one has the label ""."""
-    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    return {label: rows for label, rows in datasets.items() if isinstance(rows, Dataset) and "input_ids" in rows.column_names}
+    datasets = trainer.eval_dataset
+    if not isinstance(datasets, dict):
+        datasets = {"": datasets}
+    tokenized = {}
+    for label, rows in datasets.items():
+        if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+            tokenized[label] = rows
+    return tokenized
 
 
 def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None:
@@ -33,8 +39,15 @@ def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
     for row in conversations:
         text = json.dumps({name: row[name] for name in columns if name in row})
-        kept = {"dataset": "", "conversation": text, "input_ids": row["input_ids"], "labels": [], "seq_lengths": []}
-        rows.append(kept | {"images": row.get("images")})
+        kept = {
+            "dataset": "",
+            "conversation": text,
+            "input_ids": row["input_ids"],
+            "labels": [],
+            "seq_lengths": [],
+            "images": row.get("images"),
+        }
+        rows.append(kept)
     with draft_of(Path(trainer.args.output_dir, HELD_OUT)) as draft:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
 
@@ -42,7 +55,8 @@ def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None
 def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
     """Tokens and labels of a row as the model gets them, and the lengths of its documents."""
     columns = ("input_ids", "labels", "seq_lengths", "attention_mask", "images")
-    batch = trainer.data_collator([{name: row[name] for name in columns if name in row}])
+    given = {name: row[name] for name in columns if name in row}
+    batch = trainer.data_collator([given])
     ids = batch["input_ids"][0]
     labels = batch["labels"][0]
     if batch.get("attention_mask") is not None:

@@ -37,12 +37,16 @@ class Loss:
         if not isinstance(labels, torch.Tensor):
             return None
         is_shifted = self.shifts_labels and "shift_labels" not in batch
-        return labels[..., 1:] if is_shifted else labels
+        if is_shifted:
+            return labels[..., 1:]
+        return labels
 
     def tokens(self, batch: Any) -> torch.Tensor | None:
         """How many tokens of a batch have a label; None if no token has one, but each row, or none."""
         labels = self.labels(batch)
-        return None if labels is None or labels.dim() < 2 else labels.ne(-100).sum()
+        if labels is None or labels.dim() < 2:
+            return None
+        return labels.ne(-100).sum()
 
     def share_of_step(self, trainer: Trainer, loss: torch.Tensor, tokens: torch.Tensor | None, of_step: Any) -> torch.Tensor:
         """What a micro-batch adds to the loss of its step. Of processes, the gradients are averaged, and losses in logs.
@@ -118,7 +122,9 @@ def own_loss(trainer: Trainer) -> str | None:
     if trainer.compute_loss_func is not None:
         return "compute_loss_func"
     compute_loss = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
-    return None if compute_loss in (Trainer.compute_loss, SFTTrainer.compute_loss) else "compute_loss"
+    if compute_loss in (Trainer.compute_loss, SFTTrainer.compute_loss):
+        return None
+    return "compute_loss"
 
 
 def is_cross_entropy(trainer: Trainer) -> bool:

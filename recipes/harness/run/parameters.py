@@ -47,7 +47,9 @@ def parameters_outside_of_text(model: torch.nn.Module) -> list[torch.nn.Paramete
 
 def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:
     """The config of a model of transformers, None for another module, also for one that holds such a model."""
-    return model.config if isinstance(base_of(model), PreTrainedModel) else None
+    if isinstance(base_of(model), PreTrainedModel):
+        return model.config
+    return None
 
 
 def is_of_another_library(model: torch.nn.Module) -> bool:
@@ -57,7 +59,9 @@ def is_of_another_library(model: torch.nn.Module) -> bool:
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
     """The model without its adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 def adapters_of(model: torch.nn.Module) -> list[PeftConfig]:

@@ -69,7 +69,8 @@ class Progress(TrainerCallback):
             rows, tokens = size_of(batch)
             self.rows += rows // shared
             self.tokens += tokens
-        self.loss_tokens = self.loss_tokens + (0 if loss_tokens is None else loss_tokens)
+        if loss_tokens is not None:
+            self.loss_tokens += loss_tokens
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.first_step = state.global_step
@@ -110,11 +111,13 @@ class Progress(TrainerCallback):
         scaler = self.trainer.accelerator.scaler
         fields = {"loss_scale": scaler.get_scale()} if scaler else {}
         name = "tokens" if self.tokens else "rows"  # images, or other rows without tokens
-        counted, seconds = getattr(self, name), self.seconds
+        counted = getattr(self, name)
+        seconds = self.seconds
         if seconds > self.logged_seconds:
             speed = self.trainer.args.world_size * (counted - self.logged) / (seconds - self.logged_seconds)
             fields[f"{name}_per_second"] = round(speed, 1)
-        self.logged, self.logged_seconds = counted, seconds
+        self.logged = counted
+        self.logged_seconds = seconds
         return fields
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:
@@ -151,4 +154,6 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
     text = format_metrics(shown | own_metrics(logs))
     if "loss" in logs and seconds_left is not None:
         text += f", {datetime.timedelta(seconds=round(seconds_left))} left"
-    return f"step {step:,}/{steps:,}  {text}" if text else ""
+    if text:
+        return f"step {step:,}/{steps:,}  {text}"
+    return ""

@@ -28,13 +28,7 @@ from transformers.trainer_utils import TrainOutput
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
 
 
-def write_results(
-    trainer: RunTrainer,
-    output: TrainOutput | None,
-    evaluation: dict[str, float],
-    parameters: tuple[int, int],
-    resumed_from: int,
-) -> dict:
+def write_results(trainer: RunTrainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
@@ -45,7 +39,7 @@ def write_results(
     state = trainer.state
     processes = gather_object([measure_process()])
     results = read_json(output_dir / RUN) | {"data": read_json(output_dir / DATA)}
-    results |= describe_model(trainer, parameters)
+    results |= describe_model(trainer, trainer.parts.parameters)
     results |= measure_memory(processes)
     results |= collect_losses(trainer, output, evaluation)
     results |= measure_speed(trainer.parts.progress)
@@ -54,7 +48,7 @@ def write_results(
     results |= {
         "global_step": state.global_step,
         "epoch": state.epoch,
-        "resumed_from_step": resumed_from,
+        "resumed_from_step": trainer.parts.resumed_from,
         # No texts: there can be a token in one.
         "used": {name: value for name, value in args.to_dict().items() if isinstance(value, int | float)},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
@@ -158,7 +152,9 @@ def mean_loss(log_history: list[dict]) -> float | None:
         if "loss" in entry:  # the mean since the last log
             total += entry["loss"] * (entry["step"] - logged)
             logged = entry["step"]
-    return total / logged if logged else None
+    if logged:
+        return total / logged
+    return None
 
 
 def draw_losses(log_history: list[dict], title: str, path: Path) -> None:

@@ -16,7 +16,8 @@ from harness.run.parameters import base_of, can_generate
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer
 
-COUNT, PROMPT_TOKENS = 3, 24  # samples; tokens of the prompt of a row that is one text
+COUNT = 3
+PROMPT_TOKENS = 24  # of the prompt of a row that is one text
 
 
 def why_no_text(trainer: Trainer) -> str:
@@ -27,12 +28,16 @@ def why_no_text(trainer: Trainer) -> str:
     if not trainer.processing_class:
         return "the trainer has no tokenizer"
     has_tokens = all({"input_ids", "prompt_ids"} & row.keys() for row in first_rows(trainer))
-    return "" if has_tokens or generation.writes_answers(trainer) else "the rows have no column input_ids"
+    if has_tokens or generation.writes_answers(trainer):
+        return ""
+    return "the rows have no column input_ids"
 
 
 def first_rows(trainer: Trainer) -> list[dict]:
     """The first rows for evaluation, of several datasets those of the first one; for training if there are none."""
-    dataset = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
+    dataset = trainer.eval_dataset
+    if dataset is None:
+        dataset = trainer.train_dataset
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
     return list(itertools.islice(dataset, COUNT))
@@ -46,7 +51,9 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     rows = first_rows(trainer)
     processor = trainer.processing_class
     tokenizer = getattr(processor, "tokenizer", processor)  # of a processor, which a model with a vision part has
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id
     if generation.writes_answers(trainer):
         prompts = [generation.tokens_of_prompt(trainer, row["prompt"]) for row in rows]
     else:
@@ -55,9 +62,13 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         inputs = ImageCollator(processor, "left").for_prompts(prompts, [row["images"] for row in rows])
     else:
         longest = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        inputs = {"input_ids": ids, "attention_mask": mask}
+        ids = []
+        mask = []
+        for prompt in prompts:
+            padding = longest - len(prompt)
+            ids.append([pad] * padding + prompt)
+            mask.append([0] * padding + [1] * len(prompt))
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
     new_tokens = 12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48)
     generated = generate(trainer, inputs, max_new_tokens=new_tokens, pad_token_id=pad)
     if not trainer.is_world_process_zero():
@@ -68,7 +79,9 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         for prompt, answer in zip(prompts, generated, strict=True):
             prompt, _ = with_one_token_each(prompt, prompt, processor)
             end = next((index for index, token in enumerate(answer) if token in ends), len(answer))
-            text = tokenizer.decode(answer[: end + 1]) + ("" if end < len(answer) else " …")
+            text = tokenizer.decode(answer[: end + 1])
+            if end == len(answer):
+                text += " …"
             texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{text}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
@@ -103,11 +116,15 @@ def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) 
 def end_tokens(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end an answer: those of the generation config and of the tokenizer."""
     eos = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    if not isinstance(eos, list):
+        eos = [eos]
+    return {tokenizer.eos_token_id, *eos} - {None}
 
 
 def prompt_of(row: dict) -> list[int]:
     """The tokens of a row before the first one in the loss; its first tokens if all are in the loss. Of a pair the prompt."""
     ids, labels = documents_of(row)[0]
     masked = next((index for index, label in enumerate(labels) if label != IGNORED), 0)
-    return list(ids[: masked if masked > 1 else min(PROMPT_TOKENS, max(1, len(ids) - 1))])  # not the end token of a short text
+    if masked > 1:
+        return list(ids[:masked])
+    return list(ids[: min(PROMPT_TOKENS, max(1, len(ids) - 1))])  # not the end token of a short text

@@ -151,7 +151,7 @@ def finish_training(trainer: RunTrainer, run: Run, output: TrainOutput | None, f
     with only_report("what --verify compares with"):
         if is_first and has_held_out(trainer):
             save_held_out(trainer, run.seen.conversations if run.seen else [])
-    results = write_results(trainer, output, evaluation, trainer.parts.parameters, trainer.parts.resumed_from)
+    results = write_results(trainer, output, evaluation)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):

@@ -47,7 +47,9 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> HiddenBuffer
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
-    return hide_saved_buffers(trainer) if trainer.is_fsdp_enabled else []
+    if trainer.is_fsdp_enabled:
+        return hide_saved_buffers(trainer)
+    return []
 
 
 def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:
@@ -286,4 +288,6 @@ def skip_frozen_embedding_in_backward(embedding: torch.nn.Module) -> None:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor; any other tensor as it is."""
     with torch.no_grad():  # with gradients it would be a new tensor
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            return tensor.to_local()
+        return tensor

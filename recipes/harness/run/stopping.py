@@ -100,7 +100,9 @@ class StopAfterSignal(TrainerCallback):
         saved = self.trainer.args.save_strategy != "no"
         hint = "the same command resumes there" if saved and state.global_step else "the same command starts again"
         print_once(f"\nStopped by {signal.Signals(self.signal).name} at step {state.global_step}; {hint}.")
-        return OUT_OF_TIME if saved and self.signal == signal.SIGUSR1 else 128 + self.signal
+        if saved and self.signal == signal.SIGUSR1:
+            return OUT_OF_TIME
+        return 128 + self.signal
 
 
 class MissedEvaluation(TrainerCallback):

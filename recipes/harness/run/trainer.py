@@ -52,7 +52,9 @@ class Parts:
     @property
     def resumed_from(self) -> int:
         """The step of the checkpoint."""
-        return step_of(self.checkpoint) if self.checkpoint else 0
+        if self.checkpoint:
+            return step_of(self.checkpoint)
+        return 0
 
 
 class RunTrainer(TrainerWithHooks):
@@ -105,7 +107,9 @@ class RunTrainer(TrainerWithHooks):
             value = value * 0
         elif self.model.training:
             value = loss.share_of_step(self, value, tokens, num_items_in_batch)
-        return (value, *outputs) if return_outputs else value
+        if return_outputs:
+            return (value, *outputs)
+        return value
 
     def evaluation_loop(
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **options: Any

@@ -24,9 +24,12 @@ class WeightsOfModel:
     """The weights that every checkpoint of a model must have. Made before the model is sharded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
-        self.trained = list(trained)  # in the order in which the optimizer gets them
-        self.trained_values = sum(trained.values())
+        self.trained = []  # names in the order in which the optimizer gets them
+        self.trained_values = 0
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self.trained.append(name)
+                self.trained_values += weight.numel()
         self.is_known = not is_of_another_library(model)  # whose files name weights otherwise
         self.is_of_transformers = isinstance(model, PreTrainedModel)
         self.adapter = model.active_adapters[0] if isinstance(model, PeftModel) else None
@@ -44,20 +47,26 @@ class WeightsOfModel:
         """What is wrong with the weights in a checkpoint, "" for nothing."""
         if (checkpoint / folder.SHARDED).is_dir():
             saved = shapes_of_sharded_files(checkpoint)
+        elif self.adapter in (None, "default"):
+            saved = shapes_of_files(checkpoint)
         else:  # an adapter of another name has a folder of its own
-            saved = shapes_of_files(checkpoint if self.adapter in (None, "default") else checkpoint / self.adapter)
+            saved = shapes_of_files(checkpoint / self.adapter)
         if saved is None and self.adapter:
             return "it has no adapter"
         if saved is None or not self.is_known:
             return ""
         if self.is_of_transformers and are_converted(self.shapes, saved):  # see `load_converted`
             values = sum(map(math.prod, saved.values()))
-            return f"it has {values:,} values, {self.trained_values:,} are trained" if values < self.trained_values else ""
-        problems = {
-            "it lacks": [min(names) for names in self.names if not names & saved.keys()],
-            "of another shape:": [name for name in saved if self.shapes.get(name, saved[name]) != saved[name]],
-        }
-        return "; ".join(f"{words} {first_and_others(names)}" for words, names in problems.items() if names)
+            if values < self.trained_values:
+                return f"it has {values:,} values, {self.trained_values:,} are trained"
+            return ""
+        lacking = [min(names) for names in self.names if not names & saved.keys()]
+        if lacking:
+            return f"it lacks {first_and_others(lacking)}"
+        differing = [name for name in saved if self.shapes.get(name, saved[name]) != saved[name]]
+        if differing:
+            return f"of another shape: {first_and_others(differing)}"
+        return ""
 
 
 def check_saved_weights(checkpoint: Path, weights: WeightsOfModel) -> None:
@@ -78,7 +87,9 @@ def check_saved_weights(checkpoint: Path, weights: WeightsOfModel) -> None:
 def first_and_others(names: Iterable[str]) -> str:
     """The first name, and how many others there are."""
     first, *others = sorted(names)
-    return f"{first} and {plural(len(others), 'other')}" if others else first
+    if others:
+        return f"{first} and {plural(len(others), 'other')}"
+    return first
 
 
 def shapes_of_files(checkpoint: Path) -> Shapes | None:
@@ -94,7 +105,10 @@ def shapes_of_files(checkpoint: Path) -> Shapes | None:
 def shapes_of_sharded_files(checkpoint: Path) -> Shapes:
     """The shapes of the weights in a sharded checkpoint, from its metadata."""
     entries = FileSystemReader(checkpoint / folder.SHARDED).read_metadata().state_dict_metadata
-    return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
+    shapes = {}
+    for name, entry in entries.items():
+        shapes[name.removeprefix("model.")] = list(getattr(entry, "size", []))
+    return shapes
 
 
 def are_converted(names: Iterable[str], saved: Shapes) -> bool:
@@ -110,9 +124,10 @@ def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
 
     Returns whether it did. Raises RuntimeError if the checkpoint lacks weights, or has others.
     """
+    if (checkpoint / folder.SHARDED).is_dir() or not isinstance(model, PreTrainedModel):
+        return False
     saved = shapes_of_files(checkpoint)
-    is_sharded = (checkpoint / folder.SHARDED).is_dir()
-    if is_sharded or not isinstance(model, PreTrainedModel) or not saved or not are_converted(model.state_dict(), saved):
+    if not saved or not are_converted(model.state_dict(), saved):
         return False
     with quiet_transformers():
         loaded, found = type(model).from_pretrained(  # in float32, which holds every dtype that is trained

@@ -53,7 +53,8 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     `recipe`: the values of the recipe, by the names of the arguments; `config_class`: see `harness.parse`.
     Raises UserError for anything that the user can fix.
     """
-    classes, words = (ScriptArguments, config_class, trl.ModelConfig), sys.argv[1:]
+    classes = (ScriptArguments, config_class, trl.ModelConfig)
+    words = sys.argv[1:]
     if {"--help", "-h"} & set(words):
         print_once(help_text(Path(run.recipe), config_class, recipe))
         sys.exit(0)
@@ -180,7 +181,8 @@ def set_steps(run: Run, arguments: Arguments, recipe: dict[str, Any], processes:
     if trains_for_epochs(run, script_args):
         script_args.dataset_streaming = False
         if not run.tiny and "num_train_epochs" not in run.given:
-            training_args.max_steps, training_args.num_train_epochs = -1, 1
+            training_args.max_steps = -1
+            training_args.num_train_epochs = 1
     if script_args.max_tokens:
         tokens = rows_of_step(training_args, processes) * length_of_rows(training_args)
         training_args.max_steps = math.ceil(script_args.max_tokens / tokens)
@@ -197,7 +199,8 @@ def set_accumulation_steps(run: Run, arguments: Arguments, recipe: dict[str, Any
     script_args, training_args, _ = arguments
     if "gradient_accumulation_steps" in run.given:
         return
-    rows, micro_batch = script_args.global_batch_size, training_args.per_device_train_batch_size
+    rows = script_args.global_batch_size
+    micro_batch = training_args.per_device_train_batch_size
     if run.tiny:
         of_run = micro_batch
         if "per_device_train_batch_size" not in run.given:

@@ -80,7 +80,8 @@ def check_refused(values: argparse.Namespace) -> None:
 
 def check_generation(training_args: TrainingArguments) -> None:
     """Raises UserError for groups of answers that a step does not hold, or that a run would generate again when it resumes."""
-    rows, group = training_args.generation_batch_size, training_args.num_generations
+    rows = training_args.generation_batch_size
+    group = training_args.num_generations
     if rows % group:
         raise UserError(f"--num_generations {group}: {rows} answers at a time are no multiple: pass another --global_batch_size")
     shared = training_args.steps_per_generation * getattr(training_args, "num_iterations", 1)
@@ -119,7 +120,8 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
     """Raises UserError for a trainer that the recipe has built without arguments of the model."""
     _, training_args, model_args = recipe.arguments
     check_rows_of_trl(recipe.trainer)
-    model, given = recipe.trainer.model, recipe.run.given
+    model = recipe.trainer.model
+    given = recipe.run.given
     adapters = adapters_of(model)
     is_quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     advice = {}
@@ -133,7 +135,8 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
         name_of_peft = "r" if name == "lora_r" else name
         if adapters and getattr(adapters[0], name_of_peft) != getattr(model_args, name):
             advice[name] = "make the settings of the adapter with get_peft_config(model_args)"
-    asked, config = getattr(torch, model_args.dtype or "", None), config_of(base_of(model))
+    asked = getattr(torch, model_args.dtype or "", None)
+    config = config_of(base_of(model))
     if "dtype" in given and asked and config and not is_quantized and config.dtype not in (None, asked):
         advice["dtype"] = "pass dtype=model_args.dtype to from_pretrained"
     for name, change in advice.items():
@@ -158,7 +161,8 @@ def check_quantized(run: Run, training_args: TrainingArguments, model_args: Mode
         return
     if model_args.load_in_8bit:
         raise UserError("--load_in_8bit: FSDP2 shards floating-point parameters only, so it is for one GPU: use --load_in_4bit")
-    computes_in, given = (None, ModelConfig().dtype, "bfloat16"), run.given
+    computes_in = (None, ModelConfig().dtype, "bfloat16")
+    given = run.given
     wrong = {
         "bnb_4bit_quant_storage": model_args.bnb_4bit_quant_storage not in (None, "float32", "bfloat16", "float16"),
         "fp16": training_args.fp16,

@@ -54,7 +54,9 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
 def own_allocator_settings() -> str:
     """How the user makes PyTorch allocate memory, "" if that is left to this project."""
     settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), GROWING)
-    return "" if settings == GROWING else settings
+    if settings == GROWING:
+        return ""
+    return settings
 
 
 def set_environment_of_accelerate(run: Run) -> None:

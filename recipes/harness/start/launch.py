@@ -52,7 +52,8 @@ def main(words: list[str]) -> int:
     """
     tiny = words[:1] == ["--tiny"]
     recipe, config_path, *arguments = words[tiny:]
-    config, nodes = configs.read(config_path), nodes_from_environment()
+    config = configs.read(config_path)
+    nodes = nodes_from_environment()
     per_node = count_processes(recipe, config, nodes, tiny)
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
@@ -65,13 +66,16 @@ def main(words: list[str]) -> int:
         forward_signals(folder)
         command = [sys.executable, recipe, *arguments]
         if config.distributed_type == "NO":
-            code, rank = run_one_process(command, max_restarts, folder), None
+            code = run_one_process(command, max_restarts, folder)
+            rank = None
         else:
             code, rank = run_processes(command, nodes, per_node, max_restarts)
         for number in (signal.SIGINT, *SIGNALS):
             signal.signal(number, signal.SIG_IGN)  # the run has ended
         recorded = read_number(folder / EXIT_CODE)
-        return explain_exit(code, rank) if recorded is None else recorded
+        if recorded is None:
+            return explain_exit(code, rank)
+        return recorded
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -83,7 +87,8 @@ def count_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, tiny: b
     gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
     fits = nodes.count > 1 or config.num_machines == 1
     if not fits and tiny:  # a rehearsal runs all processes on this machine
-        gpus, fits = nodes.processes or config.num_processes, True
+        gpus = nodes.processes or config.num_processes
+        fits = True
     if config.is_hybrid:
         has_whole_nodes = nodes.count == 1 or config.shards % gpus == 0 or gpus % config.shards == 0  # or a replica has nodes
         fits = fits and nodes.count * gpus == config.replicas * config.shards and has_whole_nodes

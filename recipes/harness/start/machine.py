@@ -64,7 +64,8 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     """
     if values.use_cpu:
         return True
-    needed, found = run.processes // run.nodes, count_gpus()
+    needed = run.processes // run.nodes
+    found = count_gpus()
     if found >= needed:
         return False
     if run.tiny:

@@ -67,7 +67,8 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
         tiny.make_models(training_args, model_args)
-        training_args, model_args = copy.copy(training_args), copy.copy(model_args)
+        training_args = copy.copy(training_args)
+        model_args = copy.copy(model_args)
         tiny.use_replacements(data, training_args, model_args)
     else:
         if HF_HUB_OFFLINE:

@@ -179,7 +179,8 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     if run.repository and not run.tiny:
         make_repository(run.repository)
 
-    commit, teacher_commit = model_args.model_revision, None
+    commit = model_args.model_revision
+    teacher_commit = None
     if model_args.model_name_or_path and not run.tiny:
         commit = commit_of(model_args.model_name_or_path, commit)
     if (teacher := getattr(training_args, "teacher_model_name_or_path", None)) and not run.tiny:

@@ -201,7 +201,8 @@ def test_run_is_finished_when_it_has_trained_as_far_as_is_asked_for(tmp_path):
 
 
 def test_finished_run_exits(tmp_path, capsys, error_of):
-    folder.write_json(tmp_path / "train_results.json", RESULTS)
+    folder.write_json(tmp_path / "run.json", IDENTITY)
+    folder.write_json(tmp_path / "train_results.json", RESULTS | {"global_batch_size": 8})  # a result here, no setting
     for identity in (IDENTITY, with_settings(logging_steps=5, max_steps=8)):  # which do not matter for what is finished
         with pytest.raises(SystemExit) as end:
             folder.exit_if_finished(tmp_path, identity, 10, 3.0)
@@ -215,6 +216,7 @@ def test_finished_run_exits(tmp_path, capsys, error_of):
 
 def test_finished_run_names_other_settings(tmp_path, error_of):
     """They would train nothing."""
+    folder.write_json(tmp_path / "run.json", IDENTITY)
     folder.write_json(tmp_path / "train_results.json", RESULTS)
     given = {"learning_rate": 2e-3, "weight_decay": 0.1, "max_length": 64}
     message = error_of(folder.exit_if_finished, tmp_path, with_settings(**given), 10, 3.0)

@@ -225,7 +225,7 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
         loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
         end = f"{folder} is finished: {results['global_step']} steps{loss}."
-        if changes := changed_settings(results, identity, ALL_SETTINGS):  # they would train nothing
+        if changes := changed_settings(read_json(folder / RUN), identity, ALL_SETTINGS):  # they would train nothing
             before, now = before_and_now(changes)
             raise UserError(
                 f"--output_dir: {end} It was trained with {before}, this run has {now}: choose another --output_dir to train "

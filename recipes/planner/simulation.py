@@ -452,8 +452,10 @@ class SimulatedTrainer(TrainerWithHooks):
 
     simulated_step: "SimulatedStep"
 
-    def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
-        return self.simulated_step.make_batches()
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
+        batches = self.simulated_step.make_batches()
+        loss_tokens = self._get_num_items_in_batch(batches, device)
+        return batches, None if loss_tokens is None else loss_tokens.clamp(min=1)
 
     def _prepare_inputs(self, inputs: dict) -> dict:
         """A trainer that generates would do it here."""

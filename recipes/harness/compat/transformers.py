@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import itertools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -174,20 +173,9 @@ class TrainerWithHooks:
 
     is_evaluation_left = False  # after a signal: in an evaluation of `evaluate_unless_stopped`
 
-    def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
-        """The micro-batches of an optimizer step. If it returns none on one process, it must return none on all of them."""
-        return list(itertools.islice(iterator, count))
-
-    def count_step(self, batches: list[dict], loss_tokens: Any) -> None:
-        """Called with what `read_batches` returned and the tokens in the loss on all processes. All may raise the same error."""
-
     def evaluate_unless_stopped(self, evaluate: Callable, restore_random_numbers: Callable) -> dict[str, float] | None:
         """The metrics of `evaluate()`. If it returns None, the step has no evaluation."""
         return evaluate()
-
-    def log_fields(self, logs: dict) -> dict:
-        """What is added to logs before the state and the trackers get them."""
-        return {}
 
     def before_checkpoint(self, checkpoint: Path) -> None:
         """Called on every process before the checkpoint is written."""
@@ -198,20 +186,6 @@ class TrainerWithHooks:
 
     def see_inputs(self, inputs: Any) -> None:
         """Called with a micro-batch on the device, with what the trainer has generated for it."""
-
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
-        """transformers lets an exception of the data loader end one process, while the others wait for its number of tokens."""
-        batches = self.read_batches(epoch_iterator, num_batches)
-        loss_tokens = self._get_num_items_in_batch(batches, device)  # gathered from all processes
-        self.count_step(batches, loss_tokens)
-        if loss_tokens is not None:
-            loss_tokens = loss_tokens.clamp(min=1)  # of a step without any: its loss is 0, and 0 / 0 would be NaN
-        return batches, loss_tokens
-
-    def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
-        """A callback gets the logs after the state, and after the trackers, which were added first."""
-        logs.update(self.log_fields(logs))  # not a copy: the best checkpoint may be chosen by what SFTTrainer adds to it
-        super().log(logs, *args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
         """Sharded 4-bit models compute under autocast in bf16, without autocast's cache of weights.

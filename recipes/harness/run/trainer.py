@@ -135,11 +135,13 @@ class RunTrainer(TrainerWithHooks):
         if self.means is not None and isinstance(self.args, DistillationConfig):
             self.means.answer_tokens = inputs["completion_mask"].sum()
 
-    def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
-        return self.parts.reader.read(iterator, count)
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
+        """transformers lets an exception of the data loader end one process, while the others wait for its number of tokens.
 
-    def count_step(self, batches: list[dict], loss_tokens: torch.Tensor | None) -> None:
-        """Raises UserError, on all processes, if no token of the first step counts in the loss."""
+        Raises UserError, on all processes, if no token of the first step counts in the loss.
+        """
+        batches = self.parts.reader.read(epoch_iterator, num_batches)  # none on one process: none on all of them
+        loss_tokens = self._get_num_items_in_batch(batches, device)  # gathered from all processes
         if self.is_first_step and batches and loss_tokens is not None and not int(loss_tokens):
             raise UserError(
                 "no token of the first step counts in the loss: either the answers begin after --max_length tokens, or nothing "
@@ -147,6 +149,15 @@ class RunTrainer(TrainerWithHooks):
             )
         self.is_first_step = False
         self.parts.progress.count(batches, loss_tokens)
+        if loss_tokens is not None:
+            loss_tokens = loss_tokens.clamp(min=1)  # of a step without any: its loss is 0, and 0 / 0 would be NaN
+        return batches, loss_tokens
+
+    def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
+        """A callback gets the logs after the state, and after the trackers, which were added first."""
+        # Not a copy: the best checkpoint may be chosen by what SFTTrainer adds to it.
+        logs.update(self.parts.progress.log_fields(logs))
+        super().log(logs, *args, **kwargs)
 
     def evaluate_unless_stopped(self, evaluate: Callable, restore_random_numbers: Callable) -> dict[str, float] | None:
         """Leaves the evaluation after a signal, with a checkpoint as if it had not begun: the resumed run makes it.
@@ -169,9 +180,6 @@ class RunTrainer(TrainerWithHooks):
             return None
         finally:
             self.is_evaluation_left = False
-
-    def log_fields(self, logs: dict) -> dict:
-        return self.parts.progress.log_fields(logs)
 
     def load_weights(self, checkpoint: Path) -> bool:
         show_saved_buffers(self.parts.hidden)

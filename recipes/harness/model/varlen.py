@@ -1,5 +1,6 @@
 """`varlen`, an attention of transformers in which tokens attend to their own document only: PyTorch's FlashAttention-2."""
 
+import itertools
 from typing import Any
 
 from harness.messages import UserError
@@ -10,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 MAX_HEAD_SIZE = 256  # of FlashAttention-2, also of the one in PyTorch (Dao-AILab/flash-attention#2427)
-REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
+REFUSED = ("dropout", "softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
 
 
 def register_varlen() -> None:
@@ -49,9 +50,10 @@ def attend_within_documents(
             attention_mask = mask_of_window(query.shape[2], sliding_window - 1, 0, query.device)
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options)
-    needed = ["dropout"] if dropout else [name for name in REFUSED if options.get(name) is not None]
-    if needed:
-        raise UserError(f"--attn_implementation {VARLEN} has no {needed[0]}, which this model needs: pass another one")
+    given = options | {"dropout": dropout or None}
+    for name in REFUSED:
+        if given.get(name) is not None:
+            raise UserError(f"--attn_implementation {VARLEN} has no {name}, which this model needs: pass another one")
     device = query.device.type
     size = value.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
@@ -87,12 +89,12 @@ def attend_on_cpu(
 ) -> torch.Tensor:
     """What `varlen_attn` computes, for rehearsals: it has no CPU kernel. Tensors are (tokens, heads, head size)."""
     outputs = []
-    lengths = ends.diff().tolist()
-    for length, *document in zip(lengths, *(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
-        mask = None if window in ((-1, 0), (-1, -1)) else mask_of_window(length, *window)
-        of_document = [part.transpose(0, 1)[None] for part in document]
-        options = {"attn_mask": mask, "is_causal": window == (-1, 0), "scale": scale, "enable_gqa": True}
-        outputs.append(torch.nn.functional.scaled_dot_product_attention(*of_document, **options)[0].transpose(0, 1))
+    options = {"is_causal": window == (-1, 0), "scale": scale, "enable_gqa": True}
+    for start, end in itertools.pairwise(ends.tolist()):
+        document = [tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value)]
+        mask = mask_of_window(end - start, *window) if window[0] >= 0 else None
+        output = torch.nn.functional.scaled_dot_product_attention(*document, mask, **options)
+        outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
 
 

@@ -16,7 +16,6 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -71,24 +70,22 @@ def values_for(config_class: type) -> dict[str, Any]:
 
 def make_models(training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the tiny model of a rehearsal, and the teacher of DistillationTrainer with its vocabulary, unless they exist."""
-    name = model_args.model_name_or_path
-    revision = model_args.model_revision
-    if name:
-        _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
+    if not model_args.model_name_or_path:
+        return
+    student = tiny_model_folder(model_args)
+    _make_once(student, model_args.model_name_or_path, model_args.model_revision)
     if teacher := getattr(training_args, "teacher_model_name_or_path", None):
-        of_teacher = training_args.teacher_model_revision or "main"
-        student = tiny_model_folder(model_args)
-        folder = tiny_teacher_folder(training_args, model_args)
-        _make_once(folder, lambda draft: make_tiny_model(teacher, of_teacher, draft, student))
+        revision = training_args.teacher_model_revision or "main"
+        _make_once(tiny_teacher_folder(training_args, model_args), teacher, revision, student)
 
 
-def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Makes a folder unless it exists. It appears when it is complete, so several rehearsals may make it at a time."""
+def _make_once(folder: Path, name: str, revision: str, student: Path | None = None) -> None:
+    """Makes a tiny model unless its folder exists. It appears when it is complete: several rehearsals may make it at a time."""
     if folder.is_dir():
         return
     draft = folder.with_name(f"{folder.name}.{os.getpid()}")
     try:
-        make(draft)
+        make_tiny_model(name, revision, draft, student)
         with contextlib.suppress(OSError):  # another rehearsal may have been faster
             draft.rename(folder)
     finally:
@@ -147,10 +144,11 @@ def tiny_teacher_folder(training_args: TrainingArguments, model_args: ModelConfi
 
 def _folder_for(name: str, variant: str | None) -> Path:
     """A folder for every name, variant, and version of the files that make it."""
-    files = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tokenizers/*"))]
-    files += [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tiny*"))]
-    digest = hashlib.sha256(f"{name} {variant} {files}".encode()).hexdigest()
-    return FOLDER.absolute() / f"{name.strip('/').replace('/', '--')}-{digest[:8]}"
+    digest = hashlib.sha256(f"{name} {variant}".encode())
+    here = Path(__file__).parent
+    for file in sorted([*here.glob("tokenizers/*"), *here.glob("tiny*")]):
+        digest.update(file.read_bytes())
+    return FOLDER.absolute() / f"{name.strip('/').replace('/', '--')}-{digest.hexdigest()[:8]}"
 
 
 def family_of(name: str) -> dict | None:
@@ -209,19 +207,20 @@ def make_processor(
     try:
         if known:
             sizes = {"patch_size": config.vision_config.patch_size, "merge_size": config.vision_config.spatial_merge_size}
-            parts = {}
+            values = {"chat_template": tokenizer.chat_template}
             for part, class_name in known["processor"]["parts"].items():
-                parts[part] = getattr(transformers, class_name)(**sizes)
-            processor = getattr(transformers, known["processor"]["class"])(
-                tokenizer=tokenizer, chat_template=tokenizer.chat_template, **parts
-            )
+                values[part] = getattr(transformers, class_name)(**sizes)
+            processor_class = getattr(transformers, known["processor"]["class"])
         else:
-            processor = transformers.AutoProcessor.from_pretrained(name, revision=revision)
-            if not hasattr(processor, "image_processor"):  # a tokenizer: an encoder and a decoder for texts
+            original = transformers.AutoProcessor.from_pretrained(name, revision=revision)
+            if not hasattr(original, "image_processor"):  # a tokenizer: an encoder and a decoder for texts
                 return None
-            values = {name: getattr(processor, name, None) for name in inspect.signature(type(processor)).parameters}
-            values = {name: value for name, value in values.items() if value is not None}
-            processor = type(processor)(**values | {"tokenizer": tokenizer})
+            processor_class = type(original)
+            values = {}
+            for argument in inspect.signature(processor_class).parameters:
+                if getattr(original, argument, None) is not None:
+                    values[argument] = getattr(original, argument)
+        processor = processor_class(**values | {"tokenizer": tokenizer})
     except (ImportError, OSError):
         return None
     limit_pixels(processor, TINY_PIXELS)
@@ -259,8 +258,9 @@ def make_tokenizer(family: dict) -> PreTrainedTokenizerFast:
 
 def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConfig:
     """A config of the same class with two small layers, of two kinds if the model has several, and the values of `replaced`."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}  # such as the text part of an image model
-    kept = {name: value for name, value in config.to_dict().items() if name not in {*parts, "per_layer_config"}}
+    kept = config.to_dict()
+    for name in (*config.sub_configs, "per_layer_config"):
+        kept.pop(name, None)
     kept |= _values_of_two_layers(kept, getattr(config, "num_hidden_layers", 0))
     standard_of = {own: standard for standard, own in config.attribute_map.items()}  # the usual names of a config's own ones
     heads = kept.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
@@ -284,14 +284,13 @@ def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConf
             name = "num_attention_heads"  # a model without grouped-query attention keeps as many key as query heads
         return _limit(name, value, replaced)
 
-    small = {name: resize(standard_of.get(name, name), value) for name, value in kept.items()}
-    for name, value in replaced.items():
-        if name in small:
-            small[name] = value
+    small = {}
+    for name, value in kept.items():
+        small[name] = replaced[name] if name in replaced else resize(standard_of.get(name, name), value)
     if "initializer_range" in small:
         small["initializer_range"] = 0.25  # large enough for an adapter on frozen random weights to lower the loss
-    for name, part in parts.items():
-        if part is not None:
+    for name in config.sub_configs:  # such as the text part of an image model
+        if part := getattr(config, name, None):
             small[name] = shrink(part, replaced).to_dict()
     return type(config).from_dict(small)
 
@@ -313,11 +312,10 @@ def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, list
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers > 2}
     if not lists:
         return {}
+    first, *others = zip(*lists.values(), strict=True)  # the values of each layer
 
-    def difference(layer: int) -> tuple[int, bool]:
-        ours = [value[layer] for value in lists.values()]
-        firsts = [value[0] for value in lists.values()]
-        return sum(map(operator.ne, ours, firsts)), "full_attention" in ours
+    def difference(layer: tuple) -> tuple[int, bool]:
+        return sum(map(operator.ne, layer, first)), "full_attention" in layer
 
-    other = max(range(1, layers), key=difference)
-    return {name: [value[0], value[other]] for name, value in lists.items()}
+    other = max(others, key=difference)
+    return {name: [ours, theirs] for name, ours, theirs in zip(lists, first, other, strict=True)}

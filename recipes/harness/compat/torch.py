@@ -44,6 +44,17 @@ def _product_in_float32(name: str) -> Callable[..., torch.Tensor]:
     return multiply
 
 
+@changes("torch._C:_accelerator_setAllocatorSettings")
+def set_allocator_settings(settings: str) -> None:
+    """Sets how PyTorch allocates memory, as PYTORCH_ALLOC_CONF has it, which is only read before CUDA starts.
+
+    Upstream: no issue: there is no public name.
+    Checked with: torch 2.13.0.
+    Remove when: there is one.
+    """
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 @changes(
     "torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync(self, requires_gradient_sync, recurse)",
     "torch.distributed.fsdp:FSDPModule.set_reshard_after_backward(self, reshard_after_backward, recurse)",

@@ -69,11 +69,10 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     if run.tiny:  # which must not claim the folder of the run
         parser.set_defaults_with_config(**tiny.values_for(config_class) | {"output_dir": run.default_output_dir})
     unknown += parser.set_defaults_with_config(**in_file)
-    names = {action.dest for action in parser._actions}
     values, rest = parser.parse_known_args(words)
     if unknown or rest:
         word = (unknown or rest)[0]
-        near = difflib.get_close_matches(word, [f"--{name}" for name in names], n=1)
+        near = difflib.get_close_matches(word, [f"--{name}" for name in vars(values)], n=1)
         hint = f"did you mean {near[0]}?" if near else "--help lists what the recipe sets"
         raise UserError(f"{word} is no flag of {Path(run.recipe).name}, and no value of the flag before it: {hint}")
     checks.check_refused(values)

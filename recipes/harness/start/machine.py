@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+from harness.compat.torch import set_allocator_settings
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, plural
 from harness.runs import Run, rehearsal_hint
@@ -24,7 +25,7 @@ def set_allocator(run: Run, values: argparse.Namespace) -> str:
     if own := own_allocator_settings():
         return own
     settings = allocator_settings(run.config, values)
-    torch._C._accelerator_setAllocatorSettings(settings)
+    set_allocator_settings(settings)
     return settings
 
 

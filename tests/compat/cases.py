@@ -1,6 +1,6 @@
 """What a library does without a change of `harness.compat`, and with it; for tests/compat/test_changes.py.
 
-    PYTHONPATH=recipes .venv/bin/python tests/compat/cases.py
+    PYTHONPATH=recipes .venv/bin/python tests/compat/cases.py NAME...
 
 Each case is a function with the name of the change. It runs twice, in processes of its own: with `changed=False` and with
 `changed=True`. The program prints what the two returned, as JSON; an error counts as a result.
@@ -15,9 +15,9 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import types
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,7 @@ def keep_activation_checkpointing(changed: bool) -> int:
     """How many hooks the embedding has after two reference passes of DPOTrainer."""
     if changed:
         trl_changes.keep_activation_checkpointing()
-    config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_llama()
     model.activation_checkpointing_enable()
     for _ in range(2):
         with dpo_trainer.disable_gradient_checkpointing(model, None):
@@ -224,42 +221,15 @@ def use_no_gpu_kernels(changed: bool) -> list[str]:
     return [within, in_pytorch(0)]
 
 
-CASES = [
-    allow_fsdp_on_cpu,
-    give_weights_addresses,
-    hide_saved_buffers,
-    keep_4bit_layout,
-    read_no_weights,
-    load_tokenizers_as_offline,
-    set_date_of_chat_templates,
-    store_json_exactly,
-    map_in_one_process,
-    compute_loss_without_triton,
-    keep_activation_checkpointing,
-    use_no_gpu_kernels,
-]
-
-
 def result_of(function: Callable[[bool], Any], changed: bool) -> Any:
     """What a case returns in a process of its own; of an error its type and message."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         try:
-            result = function(changed)
+            return pool.submit(function, changed).result()
         except Exception as error:
-            traceback.print_exc()
-            result = f"{type(error).__name__}: {error}"
-        with os.fdopen(writer, "w") as file:
-            json.dump(result, file)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return json.loads(text)
+            return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":
-    results = {function.__name__: [result_of(function, False), result_of(function, True)] for function in CASES}
-    print(json.dumps(results, indent=1))
+    results = {name: [result_of(globals()[name], False), result_of(globals()[name], True)] for name in sys.argv[1:]}
+    print(json.dumps(results))

@@ -26,17 +26,15 @@ def load_all() -> list:
 
 
 def main() -> int:
-    changes, problems = load_all(), 0
+    problems = []
     from harness.compat.guards import problem_of_target
 
-    for change in changes:
+    for change in load_all():
         print(f"\n{change.module}.{change.name}: {change.doc.splitlines()[0]}")
         for target in change.targets:
-            problem = problem_of_target(target)
-            problems += bool(problem)
-            print(f"  FAILED  {problem}" if problem else f"  ok      {target.partition('(')[0]}")
-    print(f"\n{len(changes)} changes, {problems} problems")
-    return int(problems > 0)
+            problems.append(problem_of_target(target))
+            print(f"  FAILED  {problems[-1]}" if problems[-1] else f"  ok      {target.partition('(')[0]}")
+    return int(any(problems))
 
 
 if __name__ == "__main__":

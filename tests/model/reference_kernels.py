@@ -2,8 +2,7 @@
 
     PYTHONPATH=recipes .venv/bin/python tests/model/reference_kernels.py
 
-The kernels need a GPU. The references compute one document at a time, if they are told where each begins: so the program prints
-for which models transformers tells both kernels.
+The references compute one document at a time: so the program prints for which models transformers tells both where each begins.
 """
 
 import contextlib
@@ -39,13 +38,10 @@ def install() -> None:
         return torch.nn.functional.silu(together) if activation else together
 
     fla, conv = types.ModuleType("fla"), types.ModuleType("causal_conv1d")
-    for name in ("fla.ops", "fla.ops.gated_delta_rule"):
-        sys.modules[name] = types.ModuleType(name)
-    fla.ops, fla.ops.gated_delta_rule = sys.modules["fla.ops"], sys.modules["fla.ops.gated_delta_rule"]
-    for module in (fla, fla.ops.gated_delta_rule):
-        module.chunk_gated_delta_rule = module.fused_recurrent_gated_delta_rule = chunk_gated_delta_rule
-    conv.causal_conv1d_fn, conv.causal_conv1d_update = causal_conv1d_fn, causal_conv1d_fn
-    sys.modules |= {"fla": fla, "causal_conv1d": conv}
+    fla.ops = fla.gated_delta_rule = fla
+    fla.chunk_gated_delta_rule = fla.fused_recurrent_gated_delta_rule = chunk_gated_delta_rule
+    conv.causal_conv1d_fn = conv.causal_conv1d_update = causal_conv1d_fn
+    sys.modules |= dict.fromkeys(["fla", "fla.ops", "fla.ops.gated_delta_rule"], fla) | {"causal_conv1d": conv}
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """4-bit weights: the same bytes that transformers would write, made once."""
 
-import json
 import re
 
 from harness.model import quantized
@@ -13,7 +12,7 @@ import torch
 import trl
 from runs import read, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture
@@ -62,15 +61,12 @@ def test_planned_size_is_that_of_the_written_weights(model_args, tmp_path):
 
 
 def test_interrupted_quantization_continues_with_the_next_file(model_args, tmp_path):
-    one_file, ours = tmp_path / "source/model.safetensors", tmp_path / "ours"
-    weights = sorted(load_file(one_file).items())
-    for number, part in enumerate((weights[:5], weights[5:]), 1):
-        save_file(dict(part), one_file.with_name(f"model-{number}-of-2.safetensors"), {"format": "pt"})
-    one_file.unlink()
-    weight_map = {name: f"model-{1 if number < 5 else 2}-of-2.safetensors" for number, (name, _) in enumerate(weights)}
-    (tmp_path / "source/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    ours, sharded = tmp_path / "ours", tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "source").save_pretrained(sharded, max_shard_size="400KB")
+    AutoTokenizer.from_pretrained(tmp_path / "source").save_pretrained(sharded)
+    model_args.model_name_or_path = str(sharded)
     quantized.quantize_files(model_args, ours)
-    first, second = (ours / f"model-{number}-of-2.safetensors" for number in (1, 2))
+    first, *_, second = sorted(ours.glob("*.safetensors"))
     written, content = first.stat().st_mtime_ns, second.read_bytes()
     second.with_name(f"{second.name}.draft").write_bytes(content[:100])  # what remains after a kill
     second.unlink()

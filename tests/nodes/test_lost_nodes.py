@@ -8,20 +8,16 @@ from runs import losses, read, wait_until
 
 @pytest.fixture
 def on_nodes(machines, environment, workdir, tmp_path):
-    """Starts a command on several nodes, each in its folder of `folders`; returns the process and the log of each."""
+    """Starts a command on several nodes; returns the process and the log of each."""
 
-    def call(count, *arguments, folders=None, ranks=None, **variables):
+    def call(count, *arguments):
         started = []
         for rank, name in enumerate(machines.names[:count]):
-            if ranks and rank not in ranks:
-                continue
             log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}-{name}.log"
             node = {"NNODES": str(count), "NODE_RANK": str(rank), "MASTER_ADDR": machines.names[0]}
             with log.open("w") as file:
                 command = [ROOT / "launch.sh", *map(str, arguments)]
-                env = environment | node | variables
-                cwd = folders[rank] if folders else workdir
-                process = machines.start(name, *command, cwd=cwd, env=env, stdout=file, stderr=file)
+                process = machines.start(name, *command, cwd=workdir, env=environment | node, stdout=file, stderr=file)
             started.append((process, log))
         return started
 

@@ -43,34 +43,29 @@ def test_nodes_from_variables(nodes_from, variables, expected):
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "word"),
     [
-        ({"NNODES": "2"}, ["NODE_RANK", "MASTER_ADDR"]),
-        ({"NNODES": "two"}, ["NNODES", "'two'", "whole number"]),
-        ({"NNODES": "0"}, ["NNODES", "'0'", "1 or more"]),
-        (PLAIN | {"NODE_RANK": "2"}, ["2 of 2", "0 to 1"]),
-        (PLAIN | {"MASTER_ADDR": "no.such.host.invalid"}, ["no.such.host.invalid", "does not resolve", "MASTER_ADDR"]),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["2(x2) tasks per node", "--ntasks-per-node=1"]),
-        (
-            {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8"},
-            ["--ntasks-per-node=1", "4(x2) tasks per node"],
-        ),
+        ({"NNODES": "2"}, "NODE_RANK"),
+        ({"NNODES": "two"}, "NNODES"),
+        ({"NNODES": "0"}, "NNODES"),
+        (PLAIN | {"NODE_RANK": "2"}, "2 of 2"),
+        (PLAIN | {"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "--ntasks-per-node=1"),
+        ({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8"}, "--ntasks-per-node=1"),
     ],
 )
-def test_wrong_variables_are_an_error(nodes_from, error_of, variables, words):
-    message = error_of(nodes_from, variables)
-    for word in words:
-        assert word in message
+def test_wrong_variables_are_an_error(nodes_from, error_of, variables, word):
+    assert word in error_of(nodes_from, variables)
 
 
 @pytest.mark.parametrize(
-    ("config", "variables", "words"),
+    ("config", "variables", "word"),
     [
-        ("3xt4_shard_grad_op", {}, ["3 GPUs of 3 machines", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["8 GPUs of 2 machines", "3 machines with 4 GPUs each"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["8 GPUs of 2 machines", "2 machines with 2 GPUs each"]),
+        ("3xt4_shard_grad_op", {}, "NNODES=3"),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, "3 machines with 4 GPUs each"),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, "2 machines with 2 GPUs each"),
     ],
 )
-def test_machines_must_fit_the_config(launch, tmp_path, config, variables, words):
-    assert_one_error(launch("qwen2_fineweb_edu", config, cwd=tmp_path, **variables), *words)
+def test_machines_must_fit_the_config(launch, tmp_path, config, variables, word):
+    assert_one_error(launch("qwen2_fineweb_edu", config, cwd=tmp_path, **variables), word)
     assert not list(tmp_path.iterdir())

@@ -1,8 +1,6 @@
 """Jobs of a real SLURM in network namespaces of this machine: submitted, requeued, refused, started by srun."""
 
-import json
 import re
-import subprocess
 
 import pytest
 from cluster import Slurm, missing
@@ -49,8 +47,6 @@ def test_sbatch(uninterrupted):
     run, log = uninterrupted
     results = read(run)
     assert (results["num_nodes"], results["world_size"], results["fsdp_enabled"]) == (2, 4, True)
-    reports = [json.loads(line) for line in log.splitlines() if line.startswith('{"node"')]
-    assert [(report["node"], report["fsdp_enabled"]) for report in reports] == [(0, True), (1, True)]
     assert len(losses(run)) == 16 and log.count("  loss ") == 16  # one node prints them
 
 
@@ -74,26 +70,9 @@ def test_requeued_twice_logs_the_same_losses(slurm_cluster, uninterrupted, envir
     assert read(run)["tokens"] == read(uninterrupted[0])["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("options", "count", "words"),
-    [
-        ([], 3, ["4 GPUs of 2 machines", "3 machines with 2 GPUs each"]),
-        (["--ntasks-per-node=2"], 2, ["2(x2) tasks per node", "--ntasks-per-node=1"]),
-    ],
-)
-def test_allocation_must_fit_the_config(slurm_cluster, environment, workdir, hybrid_2x2, options, count, words):
+def test_allocation_must_fit_the_config(slurm_cluster, environment, workdir, hybrid_2x2):
     arguments = ["--tiny", "llama31_8b_lora", hybrid_2x2]
-    job = submit(slurm_cluster, environment, workdir, *arguments, options=options, nodes=count)
+    job = submit(slurm_cluster, environment, workdir, *arguments, options=["--ntasks-per-node=2"])
     wait_until(lambda: state(slurm_cluster, job) == "FAILED", 60, lambda: state(slurm_cluster, job))
     log = (workdir / f"slurm-{job}.out").read_text()
-    assert log.startswith("error: ") and log.count("\n") == 1, log
-    for word in words:
-        assert word in log
-
-
-def test_srun_in_an_allocation(slurm_cluster, environment, tmp_path):
-    """In `salloc`, srun starts launch.sh on each node, and each prints the error."""
-    command = ["salloc", "--nodes=2", "srun", "--ntasks-per-node=1", ROOT / "launch.sh", "--tiny", "qwen2_chat", "1x3090"]
-    variables = environment | slurm_cluster.variables
-    process = subprocess.run(list(map(str, command)), cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
-    assert process.returncode == 2 and process.stderr.count("1x3090 trains on one GPU of one machine") == 2, process.stderr
+    assert log.startswith("error: ") and log.count("\n") == 1 and "--ntasks-per-node=1" in log, log

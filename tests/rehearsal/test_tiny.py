@@ -1,7 +1,6 @@
 """The tiny model and dataset of a rehearsal: architecture, special tokens and columns of the originals, real text."""
 
 import copy
-import dataclasses
 import hashlib
 import json
 import re
@@ -17,14 +16,9 @@ import torch
 from conftest import slow
 from datasets import load_dataset, load_dataset_builder
 from runs import data_settings, losses, read
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from trl import GRPOConfig
 
-# The number of weights and the sum of their absolute values.
-GPT2, QWEN2, LLAMA = "openai-community/gpt2", "Qwen/Qwen2-0.5B", "meta-llama/Llama-3.1-8B"
-WEIGHTS = {GPT2: (296704, 55139.7), QWEN2: (205376, 41190.8), LLAMA: (336192, 67342.2)}
 # Model types, and the values of a published config that are not the defaults of its class.
 TYPES = "qwen3 qwen3_moe gpt_oss falcon mamba mistral mixtral gemma3_text gemma4_text opt gpt_neo gpt_neox olmo2 granite smollm3"
 CONFIGS = {model_type: {} for model_type in [*TYPES.split(), "qwen3_next"]} | {
@@ -48,41 +42,36 @@ def model_arguments(name):
 
 
 FINEWEB = data_settings("HuggingFaceFW/fineweb-edu", "messages", dataset_config="sample-10BT")
-QWEN = model_arguments(QWEN2)
+QWEN = model_arguments("Qwen/Qwen2-0.5B")
 
 
 @pytest.fixture
 def make_tiny(tmp_path, monkeypatch):
-    """Makes a tiny model and dataset in an empty working directory; returns their folders."""
+    """Makes a tiny model in an empty working directory; returns its folder."""
     monkeypatch.chdir(tmp_path)
 
-    def call(data=FINEWEB, model_args=QWEN):
+    def call(model_args=QWEN):
         training_args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
         tiny.make_models(training_args, model_args)
-        tiny.print_notice(data, training_args, model_args)
         model_args = copy.copy(model_args)
-        data = tiny.use_replacements(data, training_args, model_args)
+        tiny.use_replacements(FINEWEB, training_args, model_args)
         assert training_args.model_init_kwargs == {"dtype": "float32", "revision": "main"}
-        return model_args.model_name_or_path, data.sources[0].name
+        return model_args.model_name_or_path
 
     return call
 
 
 def test_tiny_qwen2(make_tiny):
-    folder, _ = make_tiny()
+    folder = make_tiny()
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert (config.model_type, config.num_hidden_layers, config.tie_word_embeddings) == ("qwen2", 2, True)
-    assert str(config.dtype) == "torch.bfloat16"
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|endoftext|>", "<|endoftext|>", None)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    text = "def f(x):\n    return 'ä€'  # 123"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_end_tokens_of_base_and_chat_models():
     ends = [tiny.make_tokenizer(tiny.family_of(f"Qwen/Qwen2-0.5B{kind}")).eos_token for kind in ("", "-Instruct")]
     assert ends == ["<|endoftext|>", "<|im_end|>"] and tiny.family_of("Qwen/Qwen3-0.6B-FP8") is None
+    text = "def f(x):\n    return 'ä€'  # 123"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_folder_depends_on_the_code(monkeypatch, tmp_path):
@@ -109,21 +98,15 @@ def make_original(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_of_known_families(make_tiny, name):
-    """They are the same in all versions of this project, so that losses of rehearsals can be compared."""
-    weights = load_file(f"{make_tiny(model_args=model_arguments(name))[0]}/model.safetensors")
-    flat = torch.cat([weight.double().abs().flatten() for weight in weights.values()])
-    assert (len(flat), round(flat.sum().item(), 1)) == WEIGHTS[name]
-
-
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_two_small_layers_of_any_architecture(make_tiny, make_original, model_type):
-    folder, _ = make_tiny(model_args=make_original(model_type))
+    folder = make_tiny(make_original(model_type))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     assert model.config.model_type == model_type and model.num_parameters() < 1e6
     assert {match[1] for name in model.state_dict() if (match := re.search(r"\.(\d+)\.", name))} == {"0", "1"}
     assert model.get_input_embeddings().weight.shape == (2048, 64)
+    name, value = TWO_KINDS_OF_LAYERS.get(model_type, ("num_hidden_layers", 2))
+    assert getattr(model.config, name) == value
     tokens = torch.arange(2000, 2032)[None]
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
@@ -131,20 +114,8 @@ def test_two_small_layers_of_any_architecture(make_tiny, make_original, model_ty
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
 
 
-@pytest.mark.parametrize("model_type", TWO_KINDS_OF_LAYERS)
-def test_one_layer_of_each_kind(make_tiny, make_original, model_type):
-    name, value = TWO_KINDS_OF_LAYERS[model_type]
-    folder, _ = make_tiny(model_args=make_original(model_type))
-    assert getattr(AutoConfig.from_pretrained(folder), name) == value
-
-
-def test_vision_part_is_small_too():
-    small = tiny.shrink(AutoConfig.for_model("qwen3_5"), {"vocab_size": 2048, "pad_token_id": 0})
-    assert AutoModelForImageTextToText.from_config(small).num_parameters() < 1e6
-
-
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", *(pytest.param(name, marks=slow) for name in ("bloom", "gpt_oss", "deepseek_v3"))]
+    "model_type", ["qwen3_moe", pytest.param("gpt_oss", marks=slow), pytest.param("deepseek_v3", marks=slow)]
 )
 def test_other_architectures_train_sharded(rehearse, make_original, model_type):
     flags = ["--model_name_or_path", make_original(model_type).model_name_or_path, "--max_steps", "8", "--eval_strategy", "no"]
@@ -162,17 +133,7 @@ def test_small_datasets(name):
         assert stream.num_shards == 8 and next(iter(stream))
 
 
-def test_messages_name_the_dataset_that_was_loaded(make_tiny, capsys):
-    data = data_settings("HuggingFaceFW/fineweb-edu", "text", dataset_config="sample-10BT")
-    make_tiny(data)
-    data = tiny.use_replacements(data, types.SimpleNamespace(), copy.copy(QWEN))
-    capsys.readouterr()
-    loading.load(data)
-    printed = capsys.readouterr().out
-    assert "ignored columns: id, dump" in printed and not re.search("(?m)^HuggingFaceFW/fineweb-edu", printed)
-
-
-def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
+def test_files_are_read_as_in_a_run_and_shortened(tmp_path):
     """They are not copied: `load` takes the first rows, and cuts texts after it has read them."""
     source = tmp_path / "mine"
     source.mkdir()
@@ -180,34 +141,17 @@ def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
     rows = [row | {"conversations": [{"from": "system", "value": f"{number}"}, *row["conversations"]]} for number in range(900)]
     (source / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (source / "test.jsonl").write_text(json.dumps(row) + "\n")
-    data = data_settings(source, "messages")
-    _, folder = make_tiny(data)
-    assert folder == str(source)
-    data = tiny.use_replacements(data, types.SimpleNamespace(), copy.copy(QWEN))
+    data = tiny.use_replacements(data_settings(source, "messages"), types.SimpleNamespace(), copy.copy(QWEN))
     train, test = loading.load(data)
     assert (len(train), len(test)) == (loading.REHEARSED_ROWS, 1)
     _, question, answer = train[7]["messages"]
     assert (question["content"], answer["content"]) == (("why " * 200)[:150], "so")
-
-
-def test_cut_texts():
-    """JSON in a text stays JSON, and the marks of a thought stay."""
     long = "word " * 100
-    assert json.loads(conversion.cut_texts(json.dumps({"a": [long, 1]}), 10)) == {"a": ["word word ", 1]}
+    assert json.loads(conversion.cut_texts(json.dumps({"a": [long, 1]}), 10)) == {"a": ["word word ", 1]}, "JSON stays JSON"
     assert conversion.cut_texts(f"<think>{long}</think>{long}", 4) == "<think>word</think>word"
-    assert conversion.cut_texts({"a": long, "b": 5, "c": "short"}, 10) == {"a": "word word ", "b": 5, "c": "short"}
-
-
-def test_batches_of_groups_of_answers():
-    """GRPOConfig refuses batches that are no multiple of its groups."""
-    names = {field.name for field in dataclasses.fields(GRPOConfig)}
-    values = {name: value for name, value in tiny.values_for(GRPOConfig).items() if name in names}
-    args = GRPOConfig("out", use_cpu=True, bf16=False, eval_strategy="steps", **values)
-    assert args.per_device_eval_batch_size % args.num_generations == 0
 
 
 def test_documents_are_the_same_with_every_python():
     """Losses of rehearsals can be compared."""
     texts = tiny.documents()
     assert hashlib.sha256("".join(texts).encode()).hexdigest()[:8] == "7e4adbbc" and len(texts) == 512
-    assert "pydoc" not in Path(tiny.__file__).read_text()

@@ -104,10 +104,6 @@ class Nodes:
         """The network namespace of a node, which is also the name of its interface at the bridge."""
         return f"{self.prefix}-{name}"
 
-    def set_cable(self, name: str, state: str):
-        """`state` "down" unplugs the node's network cable, "up" plugs it in."""
-        _ip("link", "set", self.space(name), state)
-
 
 class Slurm(Nodes):
     """The same machines under SLURM; `run` calls sbatch, scontrol and other commands as a user does on the head node."""

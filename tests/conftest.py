@@ -40,11 +40,10 @@ ALL_CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Those of the project. There may be others, of a user; tests/recipes/test_smoke.py rehearses them too.
 RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ in TABLE_PAIRS}]
 CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in TABLE_PAIRS}]
-# Packages that the project does not need: their requirements, and whether they are used together with its own.
+# Packages that the project does not need, which are used together with its own.
 OTHER_PACKAGES = {
-    "sky_python": (["skypilot==0.14.1"], False),
-    "gguf_python": (["gguf==0.19.0"], True),
-    "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
+    "gguf_python": ["gguf==0.19.0"],
+    "tracker_python": ["tensorboard==2.21.0", "trackio==0.43.0"],
 }
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # With -m quick, tests with these are left out, unless they have a mark `quick` or `unit` of their own.
@@ -126,11 +125,6 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sky_python(shared) -> Path:
-    return install(shared, "sky_python")
-
-
-@pytest.fixture(scope="session")
 def tracker_python(shared) -> Path:
     return install(shared, "tracker_python")
 
@@ -145,7 +139,6 @@ def install(shared: Path, name: str) -> Path:
 
     With uv, which is installed first: pip alone would need minutes.
     """
-    packages, uses_ours = OTHER_PACKAGES[name]
     folder, uv = shared / name, shared / "uv"
     with FileLock(shared / "installations.lock"):
         if not (uv / "bin/uv").exists():
@@ -153,15 +146,12 @@ def install(shared: Path, name: str) -> Path:
             subprocess.run([*pip, "uv==0.13.9"], check=True)
         if not (folder / "installed").exists():
             subprocess.run([uv / "bin/uv", "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
-            options = []
-            if uses_ours:
-                (site,) = folder.glob("lib/python*/site-packages")
-                (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-                ours = shared / "ours.txt"
-                ours.write_text("\n".join(package.name for package in importlib.metadata.distributions()))
-                options = ["--excludes", ours]
-            command = [uv / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python", *options, *packages]
-            subprocess.run(command, check=True)
+            (site,) = folder.glob("lib/python*/site-packages")
+            (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+            ours = shared / "ours.txt"
+            ours.write_text("\n".join(package.name for package in importlib.metadata.distributions()))
+            command = [uv / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python", "--excludes", ours]
+            subprocess.run([*command, *OTHER_PACKAGES[name]], check=True)
             (folder / "installed").touch()
     return folder / "bin/python"
 

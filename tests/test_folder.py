@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from harness import folder, restarts
 from harness.data.reading import file_versions
-from harness.runs import Run
 
 import pytest
 from conftest import ROOT
@@ -53,12 +51,6 @@ def begin_training(run, identity=IDENTITY):
     (run / "checkpoint-5/complete.json").touch()
 
 
-def test_claim(tmp_path):
-    claim(tmp_path / "new/run", IDENTITY)
-    assert read(tmp_path / "new/run", "run.json") == IDENTITY
-    claim(tmp_path / "new/run", IDENTITY)
-
-
 @pytest.mark.parametrize("name", restarts.MUST_BE_EQUAL)
 def test_folder_of_another_run_is_refused(tmp_path, error_of, name):
     """Its checkpoint cannot be loaded, or what it has learned would mean something else, or it was evaluated on other rows."""
@@ -70,16 +62,9 @@ def test_folder_of_another_run_is_refused(tmp_path, error_of, name):
     assert read(tmp_path, "run.json") == IDENTITY | place({name: ["b", "a"]})
 
 
-def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):
-    begin_training(tmp_path)
-    message = error_of(claim, tmp_path, with_settings(lora_r=16, optim="adafactor") | {"model": "b", "max_samples": 9})
-    assert all(words in message for words in ("model b", "max_samples 9", "lora_r 16", "optim adafactor"))
-
-
 def test_schedulers_that_load_no_other_state(tmp_path, error_of):
     begin_training(tmp_path)
-    other = with_settings(lr_scheduler_type="reduce_lr_on_plateau")
-    assert "lr_scheduler_type not set, this run has lr_scheduler_type reduce" in error_of(claim, tmp_path, other)
+    assert "lr_scheduler_type" in error_of(claim, tmp_path, with_settings(lr_scheduler_type="reduce_lr_on_plateau"))
 
 
 def test_settings_that_may_change(tmp_path, capsys):
@@ -162,14 +147,6 @@ def test_versions_of_local_files(tmp_path):
     assert file_versions(str(file))[0][2] > 5
 
 
-def test_changed_recipe_is_printed(tmp_path, capsys):
-    claim(tmp_path, IDENTITY)
-    begin_training(tmp_path, IDENTITY | {"recipe_digest": "before"})  # nothing had trained
-    assert "changed" not in capsys.readouterr().out
-    claim(tmp_path, IDENTITY | {"recipe_digest": "after"})
-    assert "a.py has changed since" in capsys.readouterr().out
-
-
 def test_run_that_trained_nothing_does_not_keep_its_folder(tmp_path, error_of):
     """It died before its first checkpoint, perhaps because of a wrong data set. What it read is of no use."""
     claim(tmp_path, IDENTITY)
@@ -221,11 +198,6 @@ def test_finished_run_names_other_settings(tmp_path, error_of):
     given = {"learning_rate": 2e-3, "weight_decay": 0.1, "max_length": 64}
     message = error_of(folder.exit_if_finished, tmp_path, with_settings(**given), 10, 3.0)
     assert all(f"{name} {value}" in message for name, value in given.items())
-
-
-def test_default_output_dir():
-    assert Path(Run("/a/my_recipe.py").default_output_dir) == Path("outputs/my_recipe")
-    assert Path(Run("/a/my_recipe.py", tiny=True).default_output_dir) == Path("outputs/tiny/my_recipe")
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 from harness import configs
 from harness.data.reading import open_splits
-from harness.hub import HubLost, check_model_exists, commit_of, hub_errors, is_reachable
+from harness.hub import HubLost, check_model_exists, commit_of, is_reachable
 from harness.messages import UserError
 from harness.model.quantized import quantized_folder
 from harness.model.weight_files import check_weights
@@ -20,7 +20,7 @@ from conftest import ROOT
 from local_hub import serve
 from pyarrow import parquet
 from runs import check_run, losses, read, tiny_model, write_rows
-from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 from trl import ModelConfig, SFTConfig
 
 ROWS = [{"text": f"row {row} " + "of many words " * (row % 40)} for row in range(400)]
@@ -135,20 +135,6 @@ def test_unreachable_hub(hub, error_of):
     assert not is_reachable(1)
     message = error_of(check_model_exists, "no/network", "main")
     assert "the Hub cannot be reached" in message and "--prepare" in message
-
-
-def test_tokenizer_that_is_not_in_the_cache(hub, error_of):
-    """transformers would say that a package is missing."""
-    (hub.root / "models/open/model").mkdir(parents=True)
-    (hub.root / "models/open/model/config.json").write_text(json.dumps({"model_type": "llama"}))
-    check_model_exists("open/model", "main")
-    stop(hub)
-
-    def load():
-        with hub_errors("the tokenizer of", "open/model"):
-            AutoTokenizer.from_pretrained("open/model")
-
-    assert "the tokenizer of open/model: not on this machine, and the Hub cannot be reached" in error_of(load)
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "several files"])

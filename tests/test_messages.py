@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from harness import messages, signals
-from harness.messages import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error
 
 import pytest
 from conftest import ROOT
@@ -61,27 +61,6 @@ def test_ctrl_c_ends_without_a_traceback(capsys):
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         raise KeyboardInterrupt
     assert end.value.code == 130 and capsys.readouterr() == ("", "")
-
-
-def test_other_errors_are_not_caught():
-    with pytest.raises(KeyError), exit_on_user_error():
-        raise KeyError("a bug")
-
-
-@pytest.mark.parametrize(
-    ("variables", "is_printed"),
-    [
-        ({}, True),
-        ({"RANK": "0"}, True),
-        ({"RANK": "3"}, False),
-    ],
-    ids=["one process", "first process", "another process"],
-)
-def test_print_once(monkeypatch, capsys, variables, is_printed):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    print_once("a message")
-    assert capsys.readouterr().out == ("a message\n" if is_printed else "")
 
 
 def test_print_once_without_a_reader():

@@ -29,7 +29,9 @@ def found(simulate, tmp_path_factory):
     rows.write_text("".join(f'{{"text": "The number {number} comes before {number + 1}"}}\n' for number in range(24)))
     flags = ["--model_name_or_path", folder, "--dataset_name", rows]
     config = ROOT / "accelerate_configs/1x3090.yaml"
-    runs = [(OWN / f"{name}.py", config, flags, "cuda to the end") for name in TRAINERS]
+    (folder / "rloo.py").write_text((OWN / "rewards.py").read_text().replace("GRPO", "RLOO"))
+    recipes = [OWN / "kto.py", folder / "rloo.py", OWN / "translate.py"]
+    runs = [(recipe, config, flags, "cuda to the end") for recipe in recipes]
     return dict(zip(TRAINERS, map(simulation_of, simulate(runs)), strict=True))
 
 

@@ -13,7 +13,7 @@ from runs import read
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from trained import texts_in_loss
-from transformers import AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
 
@@ -33,18 +33,6 @@ def test_conversations_and_texts(build_trainer):
     assert row["labels"] == row["input_ids"]
     lora = text.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (16, 16, 0.05)
-
-
-@slow
-def test_answers_end(rehearse):
-    """Generated answers have an end token, and the saved tokenizer formats prompts as in training."""
-    flags = ["--max_steps", "24", "--learning_rate", "3e-2", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
-    run = rehearse("llama31_70b_qlora", "1x3090_qlora", *flags)
-    answers = [part.split("--- prompt")[0] for part in (run / "samples.txt").read_text().split("--- generated\n")[1:]]
-    assert len(answers) == 3 and any(answer.rstrip().endswith("<|end_of_text|>") for answer in answers)
-    turns = [{"role": "user", "content": "Why?"}]
-    prompt = AutoTokenizer.from_pretrained(run).apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert prompt == "<|begin_of_text|>### User\nWhy?\n\n### Assistant\n"
 
 
 @slow

@@ -105,13 +105,11 @@ def test_tiny_teacher_of_own_models(build_trainer, tmp_path, questions):
 
 def test_prompts_that_are_not_used(build_trainer, tmp_path, capsys):
     """Without a question there is nothing to answer; of long ones, the memory has no limit. Loggers write the arguments."""
-    rows = []
+    answer, rows = {"role": "assistant", "content": "An answer."}, []
     for number in range(40):
-        turns = [{"role": "user", "content": f"Question {number}?"}, {"role": "assistant", "content": "An answer."}]
-        rows.append({"messages": turns * 2})
+        rows.append({"messages": [{"role": "user", "content": f"Question {number}?"}, answer] * 2})
     rows += [{"messages": row["messages"][1:]} for row in rows[:3]]  # begins with an answer
-    long_turns = [{"role": "user", "content": "long " * 29}] * 28  # a rehearsal cuts each text, not their number
-    rows.append({"messages": [*long_turns, {"role": "assistant", "content": "An answer."}]})
+    rows.append({"messages": [{"role": "user", "content": "long " * 29}] * 28 + [answer]})  # a rehearsal cuts each text
     path = write_rows(tmp_path / "chats.jsonl", rows)
     trainer = build_trainer(RECIPE, "--dataset_name", str(path), "--max_eval_samples", "1")
     prompts = [*trainer.train_dataset["prompt"], *trainer.eval_dataset["prompt"]]
@@ -120,12 +118,6 @@ def test_prompts_that_are_not_used(build_trainer, tmp_path, capsys):
     report_dropped_rows(trainer)
     assert dropped and f"{dropped} of 43 training rows are not used" in capsys.readouterr().out
     assert "nf4" not in trainer.args.to_json_string()
-
-
-def test_teacher_that_does_not_exist(build_trainer, questions, capsys):
-    with pytest.raises(SystemExit):
-        build_trainer(RECIPE, "--dataset_name", str(questions), "--teacher_model_name_or_path", "./nowhere")
-    assert "./nowhere" in capsys.readouterr().err
 
 
 def test_fewer_prompts_than_a_step_needs(build_trainer, questions):

@@ -17,7 +17,7 @@ def test_rows_that_sft_trainer_tokenizes(fork_launch, workdir, tmp_path):
     assert process.returncode == 0 and "SFTTrainer tokenizes the rows" in process.stdout, process.stdout + process.stderr
     (documents,) = read_held_out(tmp_path).documents.values()
     assert len(documents) == 16 and all(labels[0] == -100 != labels[-1] for _, labels in documents)
-    process = fork_launch("--preview", "--tiny", OWN / "raw_rows.py", cwd=workdir)
+    process = fork_launch("--preview", "--tiny", OWN / "mapped_rows.py", cwd=workdir)
     assert process.returncode == 0 and "⟦" in process.stdout, process.stdout + process.stderr
 
 
@@ -30,7 +30,7 @@ def test_stream_that_sft_trainer_tokenizes(tmp_path, error_of):
     assert error_of(check_rows_of_trl, trainer).startswith("--dataset_streaming: ")
 
 
-@pytest.mark.parametrize("recipe", ["preferences", "weighed", "tagger"])
+@pytest.mark.parametrize("recipe", ["preferences", "weighed"])
 def test_rows_of_other_trainers(tmp_path, recipe):
     """A recipe that makes its rows, or whose trainer does, needs no other line: its tokens are those of its own texts."""
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])

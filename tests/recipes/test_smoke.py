@@ -15,7 +15,7 @@ from harness.run.losses import is_cross_entropy
 
 import golden
 import pytest
-from conftest import ALL_CONFIGS, ALL_RECIPES, ROOT, TABLE_PAIRS, at_night, slow
+from conftest import ALL_CONFIGS, ALL_RECIPES, TABLE_PAIRS, at_night
 from runs import SHORT, fewer_processes, losses, read
 from safetensors.torch import load_file
 from trained import held_out_loss, reload
@@ -132,17 +132,6 @@ def check_start(fork_launch, recipe, config, folder, *flags):
     if fewer_processes(config) or config == golden.HYBRID:
         process = fork_launch("--tiny", recipe, config, "--output_dir", folder / "checked", *flags, trains=False)
         assert process.returncode == 0, process.stderr
-
-
-@slow
-def test_pair_that_starts_with_fewer_processes_only(fork_launch, tmp_path):
-    """Two processes can divide the rows of its steps, the four of the config cannot."""
-    recipe = tmp_path / "mine.py"
-    source = (ROOT / f"recipes/{RECIPE}.py").read_text()
-    source = re.sub(r"train_batch_size=\d+", "train_batch_size=2", source)
-    recipe.write_text(re.sub(r"global_batch_size=\d+", "global_batch_size=4", source))
-    with pytest.raises(AssertionError, match="--global_batch_size 4 is not a multiple of 8"):
-        check_start(fork_launch, str(recipe), "4gpu_ddp", tmp_path)
 
 
 def check_saved_model(run, trainer):

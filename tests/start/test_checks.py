@@ -12,6 +12,7 @@ from harness.data.script_arguments import ScriptArguments
 from harness.nodes.cluster import Nodes
 from harness.runs import Run, StartedRecipe
 from harness.start import checks, launch, machine, training
+from harness.start.preparing import check_all_arguments
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from conftest import ROOT
 from peft import LoraConfig, get_peft_model
 from runs import check_run, write_rows
 from transformers import AutoModelForCausalLM, Qwen2Config, TrainingArguments
-from trl import ModelConfig, SFTConfig
+from trl import DistillationConfig, GRPOConfig, ModelConfig, SFTConfig
 
 RECIPE = ROOT / "tests/recipes/own/weighed.py"  # it passes no adapter to its trainer
 
@@ -242,10 +243,17 @@ def test_flags_without_effect(error_of, given, values, flag):
 def test_groups_of_answers(error_of, group, iterations, flag):
     values = {"generation_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps"}
     training_args = SimpleNamespace(**values, num_generations=group, num_iterations=iterations)
+    script_args = SimpleNamespace(dataset_streaming=False)
     if flag:
-        assert flag in error_of(checks.check_generation, training_args)
+        assert flag in error_of(checks.check_generation, script_args, training_args)
     else:
-        checks.check_generation(training_args)
+        checks.check_generation(script_args, training_args)
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, DistillationConfig])
+def test_streams_of_prompts_are_refused(error_of, tmp_path, kind):
+    arguments = ScriptArguments("rows", dataset_streaming=True), kind(str(tmp_path), use_cpu=True, bf16=False), ModelConfig()
+    assert error_of(check_all_arguments, Run("a.py"), arguments).startswith("--dataset_streaming: ")
 
 
 @pytest.mark.parametrize(

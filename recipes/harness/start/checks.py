@@ -78,8 +78,15 @@ def check_refused(values: argparse.Namespace) -> None:
             raise UserError(f"--model_init_kwargs: {name} is not supported: leave it out")
 
 
-def check_generation(training_args: TrainingArguments) -> None:
-    """Raises UserError for groups of answers that a step does not hold, or that a run would generate again when it resumes."""
+def check_generation(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
+    """Raises UserError for groups of answers that a step does not hold, or that a run would generate again when it resumes.
+
+    And for a stream, of which DistillationTrainer would fail after both models are loaded, with an error that does not name it.
+    """
+    if script_args.dataset_streaming:
+        raise UserError("--dataset_streaming: the prompts of a trainer that generates cannot be streamed: leave it out")
+    if not hasattr(training_args, "num_generations"):
+        return
     rows = training_args.generation_batch_size
     group = training_args.num_generations
     if rows % group:

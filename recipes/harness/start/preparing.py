@@ -36,8 +36,8 @@ def check_all_arguments(run: Run, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
     checks.check_flags_have_effect(run, *arguments)
     checks.check_optimizer(arguments[1], run.config)
-    if hasattr(arguments[1], "num_generations"):
-        checks.check_generation(arguments[1])
+    if hasattr(arguments[1], "max_completion_length"):
+        checks.check_generation(*arguments[:2])
 
 
 def set_model_options(run: Run, arguments: Arguments) -> None:

@@ -137,37 +137,26 @@ def changed_path(event: str, arguments: tuple) -> str:
     return os.path.normpath(os.path.join(directory, os.fsdecode(arguments[0])))  # noqa: PTH118 (it can be bytes)
 
 
-class Uninterrupted:
-    """A run, the changes that it made, and the seconds that it took."""
-
-    def __init__(self, folder: Path, variant: str):
-        self.folder = folder
-        Run(folder, variant).wait()  # makes the tiny model and dataset, which would be changes too
-        shutil.rmtree(folder)
-        began, run = time.monotonic(), Run(folder, variant)
-        assert run.wait() == (0, ""), run.log.read_text()
-        self.changes, self.seconds = folder.with_suffix(".changes").read_text().splitlines(), time.monotonic() - began
-
-
-def kill(choose: random.Random, folder: Path, variant: str, reference: Uninterrupted) -> tuple[str, int, str]:
+def kill(choose: random.Random, folder: Path, variant: str, uninterrupted: Path) -> tuple[str, int, str]:
     """What was done, the last step that was logged, and what is wrong with how the run ended; so the next two."""
-    number, target = choose.randint(1, len(reference.changes)), choose.choice(TARGETS)
+    changes, target = uninterrupted.with_suffix(".changes").read_text().splitlines(), choose.choice(TARGETS)
+    number = choose.randint(1, len(changes))
     run = Run(folder, variant, number, target)
     problem = run.wait()[1]
-    return f"before {reference.changes[number - 1]} ({number} of {len(reference.changes)}) to {target}", last_step(run), problem
+    return f"before {changes[number - 1]} ({number} of {len(changes)}) to {target}", last_step(run), problem
 
 
-def damage(choose: random.Random, folder: Path, variant: str, reference: Uninterrupted) -> tuple[str, int, str]:
-    shutil.copytree(reference.folder, folder, ignore=shutil.ignore_patterns("train_results.json"))
+def damage(choose: random.Random, folder: Path, variant: str, uninterrupted: Path) -> tuple[str, int, str]:
+    shutil.copytree(uninterrupted, folder, ignore=shutil.ignore_patterns("train_results.json"))
     files = sorted(path for path in (folder / "checkpoint-6").rglob("*") if path.is_file() and path.stat().st_size)
     file, how = choose.choice(files), choose.choice(list(DAMAGE))
     DAMAGE[how](file)
     return f"{file.relative_to(folder)} {how}", 6, ""
 
 
-def interrupt(choose: random.Random, folder: Path, variant: str, reference: Uninterrupted) -> tuple[str, int, str]:
-    seconds, target = choose.uniform(0, reference.seconds + 10), choose.choice(TARGETS)  # 10: of the imports
-    number = choose.choice((signal.SIGTERM, signal.SIGUSR1))
+def interrupt(choose: random.Random, folder: Path, variant: str, uninterrupted: Path) -> tuple[str, int, str]:
+    seconds = choose.uniform(0, 10 + read(uninterrupted)["train_runtime"])  # 10: before the first step
+    number, target = choose.choice((signal.SIGTERM, signal.SIGUSR1)), choose.choice(TARGETS)
     run = Run(folder, variant, as_fork=False)
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
@@ -185,15 +174,15 @@ def last_step(run: Run) -> int:
     return int(steps[-1]) if steps else 0
 
 
-def find_problem(folder: Path, variant: str, reference: Uninterrupted, trained: int) -> str:
+def find_problem(folder: Path, variant: str, uninterrupted: Path, trained: int) -> str:
     """What is wrong after the same command, "" if nothing is. `trained`: steps of the run that was interrupted."""
     run = Run(folder, variant)
     code, problem = run.wait()
     if code or problem:
         return problem or f"then exit code {code}: {run.log.read_text()[-300:]}"
-    if losses(folder) != losses(reference.folder):
+    if losses(folder) != losses(uninterrupted):
         return "other losses"
-    (file,) = (path for path in reference.folder.glob("*model.safetensors"))
+    (file,) = uninterrupted.glob("*model.safetensors")
     if (folder / file.name).read_bytes() != file.read_bytes():
         return "another model"
     repeated = 0 if "is finished" in run.log.read_text() else trained - read(folder)["resumed_from_step"]
@@ -208,17 +197,19 @@ def main(trials: str = "300", seed: str = "0", kind: str = "") -> int:
     sys.path.insert(0, str(ROOT / "recipes"))
     os.environ |= {"PYTHONPATH": str(ROOT / "recipes"), "PYTHON": sys.executable}
     import_libraries()  # no thread may be started before a fork
-    counts, references, failed = Counter(), {}, 0
+    counts, failed = Counter(), 0
     kinds = [(variant, each) for variant in VARIANTS for each in ([kind] if kind else KINDS)]
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(int(trials)):
             variant, each = kinds[number % len(kinds)]
-            if variant not in references:
-                references[variant] = Uninterrupted(place / f"uninterrupted-{len(references)}", variant)
-            folder, reference = place / "run", references[variant]
+            folder, uninterrupted = place / "run", place / variant
+            if not uninterrupted.exists():
+                Run(uninterrupted, variant).wait()  # makes the tiny model and dataset, which would be changes too
+                shutil.rmtree(uninterrupted)
+                assert Run(uninterrupted, variant).wait() == (0, "")
             shutil.rmtree(folder, ignore_errors=True)
-            what, trained, problem = KINDS[each](choose, folder, variant, reference)
-            problem = problem or find_problem(folder, variant, reference, trained)
+            what, trained, problem = KINDS[each](choose, folder, variant, uninterrupted)
+            problem = problem or find_problem(folder, variant, uninterrupted, trained)
             counts[variant, each] += 1
             failed += bool(problem)
             print(number + 1, variant, each, what, problem or "ok", sep=" | ", flush=True)

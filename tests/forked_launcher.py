@@ -36,8 +36,8 @@ class ForkedLauncher:
     """Called as launch.sh is, with names or full paths of recipe and config; returns the finished process.
 
     With `trains=False` a run that passes its checks ends with code 0 and trains nothing. `mounts` are arguments of `mount`, and
-    `node` is a network namespace and a host name, for this launch only. `variables` cannot be those that libraries read when
-    they are imported; STDIN is the file for standard input, which is empty without it.
+    `node` is a network namespace and a host name, for this launch only; `new_session=True` calls `setsid`. `variables` cannot be
+    those that libraries read when they are imported; STDIN is the file for standard input, which is empty without it.
     """
 
     def __init__(self, environment, folder):
@@ -53,10 +53,9 @@ class ForkedLauncher:
             printed = [Path(file.name).read_text() for file in (out, err)]
         return subprocess.CompletedProcess(arguments, process.returncode, *printed)
 
-    def start(
-        self, *arguments, out, err, cwd=None, trains=True, mounts=(), node=None, new_session=False, **variables
-    ) -> "Started":
+    def start(self, *arguments, out, err, cwd=None, **variables) -> "Started":
         """Does not wait for the end. `out` and `err` are the files for what it prints."""
+        options = {name: variables.pop(name) for name in ("trains", "mounts", "node", "new_session") if name in variables}
         words = [str(argument) for argument in arguments]
         module = next((COMMANDS[word] for word in words if word in COMMANDS), "harness.start.launch")
         words = [word for word in words if word not in COMMANDS]
@@ -65,8 +64,8 @@ class ForkedLauncher:
         for place, (folder, ending) in zip(named, folders, strict=False):
             if "/" not in words[place]:
                 words[place] = str(ROOT / folder / f"{words[place]}.{ending}")
-        call = {"module": module, "words": words, "folder": str(cwd or self.folder), "variables": variables, "mounts": mounts}
-        call |= {"trains": trains, "node": node, "new_session": new_session, "out": str(out), "err": str(err)}
+        call = {"module": module, "words": words, "folder": str(cwd or self.folder), "variables": variables}
+        call |= {"out": str(out), "err": str(err), "options": options}
         for file in (out, err):
             Path(file).touch()
         return Started(self, self.ask(call))
@@ -213,18 +212,7 @@ def run_recipe(recipe, flags, trains):
             os._exit(code)
 
 
-def launch(
-    module: str,
-    words: list[str],
-    folder: str,
-    variables: dict,
-    mounts: list,
-    node: list | None,
-    trains: bool,
-    new_session: bool,
-    out: str,
-    err: str,
-):
+def launch(module: str, words: list[str], folder: str, variables: dict, out: str, err: str, options: dict):
     """Does what `python -m MODULE` does; never returns."""
     code = 1
     try:
@@ -235,19 +223,19 @@ def launch(
             os.close(opened)
         os.chdir(folder)
         os.environ.update(variables)
-        if new_session:
+        if options.get("new_session"):
             os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, a shell makes programs ignore it
-        if node:
+        if node := options.get("node"):
             with Path("/run/netns", node[0]).open() as namespace:
                 assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
             assert ctypes.CDLL(None).unshare(0x4000000) == 0  # CLONE_NEWUTS
             socket.sethostname(node[1])
-        if mounts:
+        if mounts := options.get("mounts"):
             assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
             for options in (["--make-rprivate", "/"], *mounts):
                 subprocess.run(["mount", *options], check=True)
-        fork_instead(trains)
+        fork_instead(options.get("trains", True))
         sys.argv = ["launch", *words]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

@@ -37,15 +37,10 @@ def may_write(user: dict | None, name: str) -> bool:
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self):
-        self._answer()
-
-    def do_HEAD(self):
-        self._answer()
-
     def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self._answer(body)
+        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+
+    do_GET = do_HEAD = do_POST
 
     def do_PUT(self):
         """A large file, by its SHA-256; the commit that follows names the file."""
@@ -65,16 +60,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._json(int(self.failure), {"error": "a failure that a test asked for"}, headers)
         if is_stored:
             return self._json(200, {})
-        if self.command == "POST" or path == "/api/whoami-v2":
-            user = self.server.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
-            if path == "/api/whoami-v2":
-                return (
-                    self._json(200, user) if user else self._json(401, {"error": "Invalid credentials in Authorization header"})
-                )
-            if path in ("/api/repos/create", "/api/validate-yaml") or COMMIT_API.match(path) or LFS.match(path):
-                return self._write(user, path, body) if user else self._json(403, {"error": "Forbidden"})
+        user = self.server.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        if path == "/api/whoami-v2":
+            return self._json(200, user) if user else self._json(401, {"error": "Invalid credentials in Authorization header"})
+        if path in ("/api/repos/create", "/api/validate-yaml") or COMMIT_API.match(path) or LFS.match(path):
+            return self._write(user, path, body) if user else self._json(403, {"error": "Forbidden"})
         if match := AUTH_CHECK.match(path):
-            user = self.server.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
             return self._json(200, {}) if may_write(user, match[1]) else self._json(403, {"error": "Forbidden"})
         if match := API.match(path):
             kind, repo, call, _, folder = match.groups()

@@ -33,29 +33,30 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in {
-            "ENDPOINT": server.url,
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_DOWNLOAD_TIMEOUT": 1,
-            "HUGGINGFACE_CO_URL_TEMPLATE": template,
-        }.items():
+        values = {"ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DOWNLOAD_TIMEOUT": 1}
+        for name, value in (values | {"HUGGINGFACE_CO_URL_TEMPLATE": template}).items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
         huggingface_hub.close_session()  # its connections to the Hub of another test, which can have had this port
         yield server
 
 
-def stop(server):
-    server.shutdown()
-    server.server_close()
-
-
 def test_models_that_cannot_be_read(hub, error_of, tmp_path):
-    (hub.root / "models/locked/model").mkdir(parents=True)
+    """A model in the cache needs no Hub."""
+    for name in ("locked", "open"):
+        (hub.root / f"models/{name}/model").mkdir(parents=True)
     (hub.root / "models/locked/model/.gated").touch()
+    (hub.root / "models/open/model/config.json").write_text('{"model_type": "llama"}')
     assert "gated repo" in error_of(check_model_exists, "locked/model", "main")
     for name in ("no/such-model", "a b", "./nowhere", str(tmp_path)):
         assert f"model {name}: " in error_of(check_model_exists, name, "main")
+    check_model_exists("open/model", "main")
+    assert is_reachable(1)
+    hub.shutdown()
+    hub.server_close()
+    assert not is_reachable(1)
+    check_model_exists("open/model", "main")
+    assert "--prepare" in error_of(check_model_exists, "no/network", "main")
 
 
 def test_adapter_is_no_model(error_of, tmp_path):
@@ -102,16 +103,8 @@ def test_run_resumes_with_the_commit_of_its_teacher(hub, tmp_path, monkeypatch):
         tiny_model("Qwen/Qwen3-4B", hub.root / f"models/some/{name}")
     turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": "An answer."}]
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}] * 9)
-    flags = [
-        "--model_name_or_path",
-        "some/student",
-        "--teacher_model_name_or_path",
-        "some/teacher",
-        "--use_cpu",
-        "--bf16",
-        "false",
-    ]
-    flags += ["--dataset_name", str(rows), "--output_dir", str(tmp_path / "run")]
+    flags = ["--model_name_or_path", "some/student", "--teacher_model_name_or_path", "some/teacher", "--use_cpu"]
+    flags += ["--bf16", "false", "--dataset_name", str(rows), "--output_dir", str(tmp_path / "run")]
     monkeypatch.setattr("sys.argv", ["qwen3_distill.py", *flags])
     config = configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
     for hub.commit in ("1" * 40, "2" * 40):
@@ -119,22 +112,6 @@ def test_run_resumes_with_the_commit_of_its_teacher(hub, tmp_path, monkeypatch):
         assert read(tmp_path / "run", "run.json")["teacher_commit"] == "1" * 40
         (tmp_path / "run/checkpoint-1").mkdir(exist_ok=True)
         (tmp_path / "run/checkpoint-1/complete.json").touch()
-
-
-def test_model_in_the_cache_needs_no_hub(hub):
-    (hub.root / "models/open/model").mkdir(parents=True)
-    (hub.root / "models/open/model/config.json").write_text('{"model_type": "llama"}')
-    check_model_exists("open/model", "main")
-    hub.shutdown()
-    check_model_exists("open/model", "main")
-
-
-def test_unreachable_hub(hub, error_of):
-    assert is_reachable(1)
-    stop(hub)
-    assert not is_reachable(1)
-    message = error_of(check_model_exists, "no/network", "main")
-    assert "the Hub cannot be reached" in message and "--prepare" in message
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "several files"])

@@ -202,34 +202,13 @@ def test_files_are_clean():
 
 def module_name(path: Path) -> str:
     """The dotted name of a file, for example `harness.start.flags`."""
-    parts = path.relative_to(HARNESS.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(path.relative_to(HARNESS.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of the harness that a file imports, wherever in it the statement stands; names of what is defined in none."""
-    package = module_name(path).split(".")[: None if path.name == "__init__.py" else -1] if path.is_relative_to(HARNESS) else []
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            source = [*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])]
-            names |= {".".join([*source, alias.name]) for alias in node.names}
-    found = set()
-    for name in names:
-        parent, _, member = name.rpartition(".")
-        if name.split(".")[0] == "harness":
-            is_defined = path.is_relative_to(HARNESS) and parent in modules and member in defined_in(modules[parent])
-            found.add(parent if is_defined and name not in modules else name)
-    return found
-
-
-@functools.cache
-def defined_in(path: Path) -> set[str]:
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
-    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return defined | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+def imports_of(path: Path) -> set[str]:
+    """The names of the harness that a file imports, wherever in it the statement is."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in nodes if node.module.split(".")[0] == "harness" for alias in node.names}
 
 
 @unit
@@ -238,14 +217,14 @@ def test_imports_run_downwards():
     modules = {module_name(path): path for path in sorted(HARNESS.rglob("*.py"))}
     levels = {part: number for number, parts in enumerate(LEVELS) for part in parts}
     places = {name: levels[name.split(".")[min(1, name.count("."))]] for name in modules}
-    imports = {name: imports_of(path, modules) for name, path in modules.items()}
-    assert not {(name, target) for name, targets in imports.items() for target in targets if target not in modules}
-    below = {name: {target for target in targets if target != "harness"} for name, targets in imports.items()}
-    assert not {(name, target) for name, targets in below.items() for target in targets if places[target] > places[name]}
+    below = {}
+    for module, path in modules.items():
+        below[module] = {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)} - {"harness"}
+        assert not [target for target in below[module] if places[target] > places[module]], module
     graphlib.TopologicalSorter(below).prepare()
     assert not [path for path in modules.values() if re.search(r"\bplanner\b", path.read_text("utf-8"))]
     for recipe in RECIPES:
-        names = {name.removeprefix("harness.") for name in imports_of(recipe, modules)}
+        names = {name.removeprefix("harness.") for name in imports_of(recipe)}
         assert {"parse", "train"} <= names <= {*harness.__all__}, recipe
 
 

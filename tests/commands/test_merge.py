@@ -83,10 +83,6 @@ def test_processor_of_a_merged_model_is_that_of_the_run(tmp_path):
     assert found == {"processor_config.json": "run", "config.json": "base"}
 
 
-def test_complete_model_has_nothing_to_merge(rehearse, error_of):
-    assert "nothing to merge" in error_of(merge.main, str(rehearse("qwen2_fineweb_edu", "4gpu_full_shard")))
-
-
 def test_interrupted_merge_writes_nothing(adapter, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)

@@ -4,7 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
-from harness.commands import arguments, preview
+from harness.commands import preview
 from harness.commands.preview import IGNORED, paint
 
 import pytest
@@ -33,12 +33,6 @@ def test_recipe_whose_model_writes_the_answers(preview_tiny, recipe):
     process = preview_tiny(recipe)
     assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
     assert "prompt_ids: " in process.stdout and ("its own answer" in process.stdout) == (recipe == "qwen3_grpo")
-
-
-def test_fewer_questions_than_a_step_needs(preview_tiny, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(12)])
-    process = preview_tiny("qwen3_grpo", "--dataset_name", str(tmp_path / "rows.jsonl"), "--global_batch_size", "128")
-    assert process.returncode == 2 and "error: --global_batch_size" in process.stderr
 
 
 def test_good_and_bad_answers_of_kto(preview_tiny, tmp_path):
@@ -77,11 +71,7 @@ def test_json(preview_tiny):
     process = preview_tiny("qwen2_chat", "--json")
     assert process.returncode == 0, process.stderr
     numbers = json.loads(process.stdout)
-    assert (numbers["recipe"], numbers["dataset"], numbers["warnings"]) == (
-        "qwen2_chat",
-        "the tiny dataset for trl-lib/Capybara",
-        [],
-    )
+    assert numbers["recipe"] == "qwen2_chat" and "trl-lib/Capybara" in numbers["dataset"] and not numbers["warnings"]
     lengths = list(numbers["lengths"].values())
     assert lengths == sorted(lengths) and lengths[0] > 0
     assert numbers["truncated_documents"] == 0 and 0.05 < numbers["in_the_loss"] < 1
@@ -99,15 +89,6 @@ def test_epoch_without_dropped_rows(preview_tiny, tmp_path):
     dropped = int(re.search(r"warning: (\d+) of the 54 training rows are not used", process.stdout + process.stderr)[1])
     assert 20 < dropped < 34
     assert json.loads(process.stdout)["sequences_per_epoch"] == pytest.approx(54 - dropped)
-
-
-def test_epoch_of_split_conversations(preview_tiny, tmp_path):
-    """54 of 60 rows are trained on; each has two answers."""
-    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
-    write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "system", "content": str(n)}, *turns]} for n in range(60)])
-    flags = ["--split_conversations", "true", "--packing", "false"]
-    process = preview_tiny("qwen2_chat", "--dataset_name", tmp_path / "rows.jsonl", *flags, "--json")
-    assert json.loads(process.stdout)["sequences_per_epoch"] == 108, process.stderr
 
 
 def test_pairs_of_answers(preview_tiny, tmp_path):
@@ -145,14 +126,6 @@ def test_pairs_of_answers(preview_tiny, tmp_path):
     assert numbers["in_the_loss"] == pytest.approx(1 - sum(prompts) / sum(seen))
     assert (numbers["sequences_per_epoch"], numbers["tokens_per_epoch"]) == (len(whole) // 2, sum(seen))
 
-    process = preview_tiny("qwen3_dpo", *flags[:-1], "10", "--json")
-    assert process.returncode == 2 and "error: --" in process.stderr and "Traceback" not in process.stderr
-
-
-def test_json_of_a_recipe_that_truncates_rows_itself(preview_tiny):
-    numbers = json.loads(preview_tiny("gpt2_xl_wikitext", "--json").stdout)
-    assert numbers["truncated_documents"] is numbers["truncated_tokens"] is None
-
 
 def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     """Skipped rows with reasons, ignored columns and turns: the same in both."""
@@ -170,17 +143,9 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     data = numbers["data"]
     assert data["skipped"] == {"without an answer": 3, "with a turn that is empty": 2} and data["is_complete"]
     assert (data["rows"], data["held_out"], data["trained_rows"]) == (65, 6, 54)
-    assert (
-        "rows skipped: 3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)."
-        in process.stderr
-    )
+    assert "3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)" in process.stderr
     run = rehearse("qwen2_chat", "1x3090", "--dataset_name", str(path))
     assert read(run)["data"] == data
-
-
-def test_flags_of_a_preview_and_of_its_recipe():
-    parsed = arguments.preview().read(["recipe.py", "--a", "-1", "--json"])
-    assert (parsed.flags, parsed.json) == (["--a", "-1"], True)
 
 
 @pytest.fixture

@@ -126,6 +126,14 @@ def test_moved_bytes_follow_from_the_config(found):
     assert offload["to_host"] == pytest.approx(4 * 494_032_768, rel=0.001) and "added_on_host" not in offload
 
 
+def test_states_of_the_optimizer_are_kept_through_a_step(found):
+    """AdamW's two, in float32; with offload on the host."""
+    run = found["qwen2_fineweb_edu", "1x3090_offload"]
+    assert run.optimizer == 8 * 494_032_768
+    for moment in ("backward", "optimizer step"):
+        assert run.host_peaks[moment].by_holder["optimizer"] == pytest.approx(run.optimizer, rel=0.001), moment
+
+
 @slow
 def test_recipe_of_published_measurements(simulate):
     recipe, config = ROOT / "benchmarks/published_recipe.py", ROOT / "accelerate_configs/4gpu_full_shard.yaml"

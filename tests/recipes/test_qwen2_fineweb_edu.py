@@ -48,8 +48,3 @@ def test_documents_do_not_attend_to_each_other(build_trainer):
             start += length
         mixed = model(input_ids=batch["input_ids"]).logits[0]  # without position_ids that restart, they do attend
     assert (mixed - packed).abs().max() > 1e-3
-
-
-def test_max_tokens_sets_max_steps(build_trainer):
-    trainer = build_trainer(RECIPE, "--max_tokens", "10_000")
-    assert trainer.args.max_steps == -(-10_000 // (2 * 2 * 128))

@@ -141,36 +141,29 @@ class Slurm(Nodes):
         return self
 
     def _conf(self) -> str:
-        folder, cores = self.folder, max(8, os.cpu_count())
-        nodes = [
-            f"NodeName={name} NodeAddr={self.network}.{i + 1} CPUs={cores} RealMemory=4000 State=UNKNOWN"
-            for i, name in enumerate(self.names)
-        ]
-        return "\n".join(
-            [
-                "ClusterName=tests",
-                f"SlurmctldHost={socket.gethostname()}({self.controller})",
-                "SlurmUser=root",
-                "SlurmdUser=root",
-                f"AuthInfo=socket={folder}/munge.socket",
-                f"StateSaveLocation={folder}/state",
-                f"SlurmdSpoolDir={folder}/%n/spool",
-                f"SlurmdPidFile={folder}/%n/slurmd.pid",
-                f"SlurmctldPidFile={folder}/slurmctld.pid",
-                "ProctrackType=proctrack/linuxproc",
-                "TaskPlugin=task/none",
-                "SelectType=select/cons_tres",
-                "ReturnToService=2",
-                "MpiDefault=none",
-                "JobRequeue=0",
-                "MinJobAge=3600",
-                "SlurmdParameters=config_overrides",
-                "SchedulerParameters=sched_min_interval=0,sched_interval=1,requeue_delay=1",
-                *nodes,
-                f"PartitionName=all Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:2",
-                "",
-            ]
-        )
+        folder, cores, names = self.folder, max(8, os.cpu_count()), self.names
+        lines = f"""ClusterName=tests
+SlurmctldHost={socket.gethostname()}({self.controller})
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n/spool
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmctldPidFile={folder}/slurmctld.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+ReturnToService=2
+MpiDefault=none
+JobRequeue=0
+MinJobAge=3600
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_min_interval=0,sched_interval=1,requeue_delay=1
+"""
+        for number, name in enumerate(names):
+            lines += f"NodeName={name} NodeAddr={self.network}.{number + 1} CPUs={cores} RealMemory=4000 State=UNKNOWN\n"
+        return lines + f"PartitionName=all Nodes={','.join(names)} Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:2\n"
 
     def __exit__(self, *error):
         subprocess.run(["scancel", "--user=root"], env=os.environ | self.variables, capture_output=True)

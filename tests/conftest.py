@@ -194,14 +194,8 @@ def launch(environment, workdir):
     """Calls launch.sh; returns the finished process with its output as text."""
 
     def call(*arguments, cwd=workdir, timeout=300, **variables):
-        return subprocess.run(
-            [ROOT / "launch.sh", *map(str, arguments)],
-            cwd=cwd,
-            env=environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        command, env = [ROOT / "launch.sh", *map(str, arguments)], environment | variables
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
     return call
 
@@ -274,16 +268,10 @@ def simulate(environment, tmp_path_factory):
         folder = tmp_path_factory.mktemp("simulations")
         runs = [[str(recipe), str(config), [str(flag) for flag in flags], kind] for recipe, config, flags, kind in runs]
         with serve(ROOT / "tests/published") as hub:
-            process = subprocess.run(
-                [sys.executable, ROOT / "tests/planner/simulate_runs.py", json.dumps(runs), str(free_port())],
-                # With telemetry, as users have it. Other tests publish other files under the same names.
-                env=environment
-                | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HOME": str(folder / "huggingface")},
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=580,
-            )
+            command = [sys.executable, ROOT / "tests/planner/simulate_runs.py", json.dumps(runs), str(free_port())]
+            # With telemetry, as users have it. Other tests publish other files under the same names.
+            changes = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HOME": str(folder / "huggingface")}
+            process = subprocess.run(command, env=environment | changes, cwd=folder, capture_output=True, text=True, timeout=580)
         files = [folder / f"{number}.json" for number in range(len(runs))]
         assert all(file.is_file() for file in files), process.stdout + process.stderr
         return [json.loads(file.read_text()) for file in files]

@@ -1,4 +1,4 @@
-"""The benchmarks of streams, and of other programs, run in their smallest form; README has the table of the committed result."""
+"""The benchmark of other programs runs in its smallest form; README has the table of the committed result."""
 
 import json
 import os
@@ -12,16 +12,6 @@ from conftest import ROOT, slow
 pytestmark = pytest.mark.unit
 
 BENCHMARKS = ROOT / "benchmarks"
-READING = """
-if __name__ == "__main__":
-    import reading
-    reading.main(counts=(1,), rounds=1, documents_per_file=150, steps=2)
-"""
-WAITING = """
-if __name__ == "__main__":
-    import waiting
-    waiting.main([1_000_000], documents=200, step_count=4)
-"""
 SIDE_BY_SIDE = """
 if __name__ == "__main__":
     import pathlib, side_by_side
@@ -33,38 +23,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def run_program(environment, tmp_path):
-    """Runs a program that imports benchmarks; returns its lines. Their processes import the program again."""
-
-    def call(text):
-        program = tmp_path / "program.py"
-        program.write_text(text)
-        variables = environment | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(ROOT / "recipes"), str(ROOT / "tests")])}
-        process = subprocess.run([sys.executable, program], cwd=tmp_path, env=variables, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
-        return process.stdout.splitlines()
-
-    return call
-
-
 @slow
-def test_reading(run_program):
-    records = [json.loads(line) for line in run_program(READING) if line.startswith("{")]
-    assert [record["kind"] for record in records] == ["divided", "large buffers", "parts"]
-    assert all(0.9 < record["filled"] <= 1 and record["host_gb"] > 0 for record in records)
-
-
-@slow
-def test_waiting(run_program):
-    *_, head, _, row, facts = run_program(WAITING)
-    assert head.startswith("| tokens/s of the GPU") and row.startswith("| 1,000,000 | ") and row.count("%, at most") == 2
-    assert "cores of" in facts
-
-
-@slow
-def test_all_programs_train_in_turns(run_program, tmp_path):
-    run_program(SIDE_BY_SIDE)
+def test_all_programs_train_in_turns(environment, tmp_path):
+    """Their processes import the program again."""
+    program = tmp_path / "program.py"
+    program.write_text(SIDE_BY_SIDE)
+    variables = environment | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(ROOT / "recipes"), str(ROOT / "tests")])}
+    process = subprocess.run([sys.executable, program], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     record = json.loads((tmp_path / "side_by_side_cpu.json").read_text())
     assert all(rate > 0 for rate in record["tokens_per_second"].values()) and record["recipe_over"]["recipe"] == 1
     share = record["share_that_trains"]

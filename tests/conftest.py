@@ -43,7 +43,6 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 # Packages that the project does not need, which are used together with its own.
 OTHER_PACKAGES = {
     "gguf_python": ["gguf==0.19.0"],
-    "tracker_python": ["tensorboard==2.21.0", "trackio==0.43.0"],
 }
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # With -m quick, tests with these are left out, unless they have a mark `quick` or `unit` of their own.
@@ -122,11 +121,6 @@ def shared(tmp_path_factory) -> Path:
     """A folder for all workers of this test run."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@pytest.fixture(scope="session")
-def tracker_python(shared) -> Path:
-    return install(shared, "tracker_python")
 
 
 @pytest.fixture(scope="session")

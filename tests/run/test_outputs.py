@@ -1,12 +1,11 @@
 """The model card and the samples that a run writes next to its model."""
 
-import importlib.metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 from harness.compat.transformers import generate_on
 from harness.model import quantized
-from harness.run import results, samples, saving
+from harness.run import samples, saving
 
 import pytest
 import torch
@@ -68,16 +67,3 @@ def test_adapter_names_the_revision_of_its_base_model(build_trainer, tmp_path):
     settings.base_model_name_or_path = str(tmp_path)
     saving.set_base_revision(trainer)
     assert settings.revision == "v3"
-
-
-def test_package_that_is_not_installed_has_no_version(monkeypatch):
-    """A run without 4-bit weights needs no bitsandbytes."""
-    installed = {name: importlib.metadata.version(name) for name in results.PACKAGES if name != "bitsandbytes"}
-
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert results.versions().keys() == {"python", *installed}

@@ -29,7 +29,7 @@ def begin_writing(checkpoint: Path) -> None:
     """Makes the folder, or removes the completion marker of an existing one. A link is replaced, its target is not touched."""
     if checkpoint.is_symlink():
         checkpoint.unlink()
-    checkpoint.mkdir(parents=True, exist_ok=True)
+    checkpoint.mkdir(exist_ok=True)  # not the folder of the run, which may have disappeared
     (checkpoint / WRITING).touch()
     (checkpoint / COMPLETION_MARKER).unlink(missing_ok=True)
 

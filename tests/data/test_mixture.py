@@ -97,9 +97,8 @@ def test_shares_of_a_stream(names):
     """The shares hold for any number of rows, and a dataset that ends starts again, all its rows equally often."""
     found = sources_of(itertools.islice(open_stream(names), 200))
     for rows in (10, 50, 200):
-        assert all(
-            abs(found[:rows].count(name) - weight * rows) <= 2 for name, weight in zip("abc", (0.6, 0.3, 0.1), strict=True)
-        )
+        for name, weight in zip("abc", (0.6, 0.3, 0.1), strict=True):
+            assert abs(found[:rows].count(name) - weight * rows) <= 2
     rows = [row["text"] for row in itertools.islice(open_stream(names), 90)]
     assert len({row for row in rows if row.startswith("a")}) == 27
 
@@ -143,12 +142,12 @@ def test_bad_mixtures(names, error_of, tmp_path):
     for weights in ([1, 2], [1, 2, -1], [1, 2, float("nan")]):
         assert "--dataset_weights" in error_of(arguments_of, names, weights)
     assert "--dataset_config" in error_of(arguments_of, names, [1, 2, 3], dataset_config=["x", "y"])
-    chat = write(
-        tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}] * 3
-    )
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+    chat = write(tmp_path / "chat.jsonl", [{"messages": turns}] * 3)
     assert chat in error_of(load, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
     missing = str(tmp_path / "missing.jsonl")
-    assert f"not found: {missing}" in error_of(load, arguments_of([names[0], missing], [1, 1]))
+    assert missing in error_of(load, arguments_of([names[0], missing], [1, 1]))
+    assert "--dataset_weights" in error_of(load, arguments_of(names, [1000, 1, 1]))  # no row of two of them
 
 
 def test_rows_of_cycle():

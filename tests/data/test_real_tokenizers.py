@@ -1,4 +1,4 @@
-"""Real vocabularies: masks, end tokens, boundaries of prompt and answer, packing and previews are what the texts say.
+"""Real vocabularies: masks, end tokens, boundaries of prompt and answer, and previews are what the texts say.
 
 A tiny tokenizer of bytes cannot show tokens that go over a boundary, such as a line break of the prompt and one of the answer.
 """
@@ -29,7 +29,7 @@ FAMILIES = {
     "llama3": ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
     "llama3_1": ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
     "llama3_2": ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-    "headings": ("gpt2", "### Assistant\n", "<|endoftext|>"),
+    "headings": ("qwen", "### Assistant\n", "<|im_end|>"),
 }
 ANSWERS = ["def f():\n    return 'naïve café'  # 東京 🎉", "It's 12345 , isn't it ?", "- one\n- two\n\nYes."]
 
@@ -74,7 +74,7 @@ def train_rows(tmp_path):
     return call
 
 
-@pytest.mark.parametrize(("family", "tokens"), [("qwen", [9707, 1879]), ("llama3", [128000, 9906, 1917]), ("gpt2", [15496, 995])])
+@pytest.mark.parametrize(("family", "tokens"), [("qwen", [9707, 1879]), ("llama3", [128000, 9906, 1917])])
 def test_vocabularies_are_the_real_ones(tokenizer_of, family, tokens):
     tokenizer = tokenizer_of(family)
     assert tokenizer("Hello world")["input_ids"] == tokens
@@ -126,7 +126,7 @@ def special_of(tokenizer) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
-@pytest.mark.parametrize("family", ["qwen", "llama3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen", "llama3"])
 def test_prompt_and_completion(tokenizer_of, train_rows, family):
     """All of the completion counts, and nothing of the prompt but letters that are one token with the begin of the completion."""
     tokenizer = tokenizer_of(family)
@@ -145,24 +145,3 @@ def test_prompt_and_completion(tokenizer_of, train_rows, family):
         goes_over = in_loss.removesuffix(f"{completion}{end}")
         assert in_loss.endswith(f"{completion}{end}") and prompt.endswith(goes_over)
         assert len(goes_over) <= 2 and (not goes_over or pairs.index((prompt, completion)) > 1)
-
-
-@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
-def test_packing_keeps_documents(tokenizer_of, train_rows, strategy):
-    """Their tokens and labels in order; those of a longer document are split, or cut off with bfd."""
-    tokenizer = tokenizer_of("llama3_1")
-    rows = [{"messages": CONVERSATION[: 3 + 2 * (number % 3)]} for number in range(9)]
-    packed, whole = train_rows(tokenizer, rows, assistant_only_loss=True, packing=True, packing_strategy=strategy, max_length=64)
-    documents = []
-    for row in packed:
-        assert len(row["input_ids"]) == sum(row["seq_lengths"]) <= 64
-        start = 0
-        for length in row["seq_lengths"]:
-            documents.append((row["input_ids"][start : start + length], row["labels"][start : start + length]))
-            start += length
-    expected = []
-    for row in whole:
-        length = len(row["input_ids"])
-        starts = range(0, length, 64) if strategy == "bfd_split" else [0]
-        expected += [(row["input_ids"][start : start + 64], row["labels"][start : start + 64]) for start in starts]
-    assert sorted(documents) == sorted(expected)

@@ -96,7 +96,11 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         return [templates]
-    return [templates[name] for name in ("default", "tool_use") if name in templates]
+    found = []
+    for name in ("default", "tool_use"):
+        if name in templates:
+            found.append(templates[name])
+    return found
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -152,7 +156,9 @@ def fit_template(
     if only_answers:
         with contextlib.suppress(ValueError):  # which the run will not need: its rows are no conversations
             template = training_template(tokenizer)
-    drops_marks = "" if only_answers is None else why_marks_are_dropped(only_answers, template or "")
+    drops_marks = ""
+    if only_answers is not None:
+        drops_marks = why_marks_are_dropped(only_answers, template or "")
     has_text_arguments = expects_text_arguments(tokenizer, template)
     return dataclasses.replace(data, template_date=date, has_text_arguments=has_text_arguments, drops_marks=drops_marks)
 
@@ -250,8 +256,9 @@ def check_marks(
 ) -> None:
     """Raises UserError if tokens would count in the loss that must not: of questions, or of turns that are marked so."""
     template = ""
-    with contextlib.suppress(ValueError):
-        template = training_template(tokenizer) if only_answers else ""
+    if only_answers:
+        with contextlib.suppress(ValueError):
+            template = training_template(tokenizer)
     if only_answers and (found := find_unmarked(tokenizer, template, rows)):
         place, row = found
         if contradicts_no_thinking(row):
@@ -275,8 +282,7 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str) -> str:
             "the chat template marks the answers itself: delete {% generation %} and {% endgeneration %} in a copy of it, and "
             "pass that with --chat_template_path"
         )
-    is_read = assistant_only_loss and "message['train']" in template
-    if is_read:
+    if assistant_only_loss and "message['train']" in template:
         return ""
     return f"--assistant_only_loss: some turns are marked not to count in the loss, but {reason}"
 
@@ -307,7 +313,8 @@ def options_of(row: dict) -> dict:
 def print_ignored_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
     """Prints the names of chat_template_kwargs that do not occur in the chat template."""
     names = {name for _, row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {}}
-    if ignored := sorted(names - {*re.findall(r"\w+", own_template(tokenizer))}):
+    ignored = sorted(names - {*re.findall(r"\w+", own_template(tokenizer))})
+    if ignored:
         print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")
 
 
@@ -315,10 +322,12 @@ def print_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]
     """Prints the keys of turns without which the chat template renders the same."""
     found: dict[str, bool] = {}  # whether it changes the text
     for _, row in rows:
-        for key in [key for turn in turns_of(row) for key in other_keys(turn)]:
-            if not found.get(key):
-                found[key] = _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key))
-    if ignored := [key for key, is_read in found.items() if not is_read]:
+        for turn in turns_of(row):
+            for key in other_keys(turn):
+                if not found.get(key):
+                    found[key] = _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key))
+    ignored = [key for key, is_read in found.items() if not is_read]
+    if ignored:
         print_once(f"The chat template ignores these keys of messages: {', '.join(ignored)}.")
 
 
@@ -423,7 +432,9 @@ def _visit_texts(row: dict, visit: Callable[..., str]) -> None:
     """
     for number, turn in enumerate(turns_of(row), 1):
         where = f"turn {number} ({turn['role']})"
-        reasoning = "reasoning" if turn.get("train", True) else ""
+        reasoning = ""
+        if turn.get("train", True):
+            reasoning = "reasoning"
         pieces = THOUGHT.split(turn["content"])  # texts and thoughts in turn
         pieces[::2] = [visit(where, "content", piece) for piece in pieces[::2]]
         pieces[1::2] = [f"<think>{visit(where, reasoning, piece)}</think>" for piece in pieces[1::2]]
@@ -466,14 +477,19 @@ def conversations_of(row: dict) -> list[dict]:
     found = [row]
     if "chosen" in row:
         others = without(row, "chosen", "rejected")
-        found = [others | {"completion": row[name]} for name in ("chosen", "rejected")]
+        found = []
+        for name in ("chosen", "rejected"):
+            found.append(others | {"completion": row[name]})
     return [conversation for conversation in found if has_readable_turns(conversation)]
 
 
 def has_readable_turns(row: dict) -> bool:
-    columns = ("messages",) if "messages" in row else ("prompt", "completion")
-    if not all(isinstance(row.get(column), list) for column in columns):
-        return False
+    columns = ("prompt", "completion")
+    if "messages" in row:
+        columns = ("messages",)
+    for column in columns:
+        if not isinstance(row.get(column), list):
+            return False
     return all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns_of(row))
 
 

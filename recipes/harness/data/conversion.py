@@ -94,7 +94,10 @@ def placed(rows: Rows, name: str, split: str) -> Iterator[PlacedRow]:
     """Rows with their places in words: a line of a file, or the number of a row of a split."""
     with hub_errors("dataset", name):
         for number, row in enumerate(rows, 1):
-            yield (row[PLACE], row[ROW]) if ROW in row else (f"{name}, row {number} of {split}", row)
+            if ROW in row:
+                yield row[PLACE], row[ROW]
+            else:
+                yield f"{name}, row {number} of {split}", row
 
 
 def examine(place: str, row: dict, conversion: Conversion) -> dict:
@@ -163,7 +166,8 @@ def converted_of(examined: dict) -> dict:
 
 def digest_of(row: dict) -> str:
     """A checksum of a converted row, the same for turns in one column or in two."""
-    if turns := formats.turns_of(row):
+    turns = formats.turns_of(row)
+    if turns:
         row = without(row, *formats.TURNS) | {"turns": [without(turn, "train") for turn in turns]}
     return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=_checksum_of).encode())
 
@@ -201,7 +205,9 @@ class Shape:
             row = formats.with_text_arguments(row)
         if self.cuts_texts:
             row = cut_texts_of_row(row)
-        rows = formats.split_answers(row) if self.splits_answers else [row]
+        rows = [row]
+        if self.splits_answers:
+            rows = formats.split_answers(row)
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
             raise UserError(self.drops_marks)
         return [formats.complete(part, self.features) for part in rows]
@@ -219,8 +225,11 @@ def finish_batch(batch: dict[str, list], shape: Shape) -> dict[str, list]:
 
 def cut_texts_of_row(row: dict) -> dict:
     """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
-    texts = without(row, "images")
-    return row | {name: cut_texts(value, MAX_TOOL_LETTERS if name == "tools" else MAX_LETTERS) for name, value in texts.items()}
+    row = dict(row)
+    for name, value in row.items():
+        if name != "images":
+            row[name] = cut_texts(value, MAX_TOOL_LETTERS if name == "tools" else MAX_LETTERS)
+    return row
 
 
 def cut_texts(value: Any, letters: int) -> Any:
@@ -250,11 +259,19 @@ def find_conversion(
     found = placed(rows, source.display_name, source.train_split)
     first = list(itertools.islice(found, ROWS_TO_CHECK))
     features = rows.features or {}
-    columns = list(dict.fromkeys([*features, *itertools.chain.from_iterable(row for _, row in first)]))
-    column_map = {old: new for old, new in (data.column_map or {}).items() if old in columns}
+    names = dict.fromkeys(features)
+    for _, row in first:
+        names |= dict.fromkeys(row)
+    columns = list(names)
+    column_map = {}
+    for old, new in (data.column_map or {}).items():
+        if old in columns:
+            column_map[old] = new
     structs = tuple(column for column, kind in features.items() if has_struct(kind))
     path = Path(absolute_name(source.name))
-    folder = str(path if path.is_dir() else path.parent) if path.is_absolute() else ""
+    folder = ""
+    if path.is_absolute():
+        folder = str(path if path.is_dir() else path.parent)
     conversion = Conversion(
         source.display_name,
         "",

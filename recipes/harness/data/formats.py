@@ -133,7 +133,9 @@ def _to_text(row: dict, text_field: str) -> dict:
 def _to_prompt_completion(row: dict, text_field: str) -> dict:
     if row.get("prompt") is None:
         raise SkippedRow("without a prompt as text")
-    answer = "chosen" if is_preference(row) else "completion"
+    answer = "completion"
+    if is_preference(row):
+        answer = "chosen"
     return {"prompt": _text(row, "prompt"), "completion": _filled_text(row, answer, NO_ANSWER)}
 
 
@@ -152,7 +154,8 @@ def _to_messages(row: dict, text_field: str) -> dict:
     if is_preference(row):
         row = _of_preference(row)
     for column in CONVERSATION_COLUMNS:
-        if turns := read_turns(row.get(column), column):
+        turns = read_turns(row.get(column), column)
+        if turns:
             converted = _conversation(row, messages=turns)
             _check_answers(converted["messages"])
             _check_answers(converted["messages"][1:], "whose only answer is its first message")
@@ -233,11 +236,17 @@ def _conversation(row: dict, **columns: list[dict]) -> dict:
     tools = [read_tools(row)]
     system = read_text(row.get("system"), "whose system")
     for column, turns in columns.items():
-        turns = turns if converted else _with_system(turns, system)
-        tools += [turn["tools"] for turn in turns if turn["role"] == "system" and "tools" in turn]
-        kept = [turn for turn in turns if turn["role"] != "system" or turn["content"].strip()]
-        converted[column] = [without(turn, "tools") if turn["role"] == "system" else turn for turn in kept]
-    if found := join_tools(*tools):
+        if not converted:
+            turns = _with_system(turns, system)
+        kept = converted[column] = []
+        for turn in turns:
+            if turn["role"] == "system":
+                tools.append(turn.get("tools", []))
+                turn = without(turn, "tools")
+            if turn["role"] != "system" or turn["content"].strip():
+                kept.append(turn)
+    found = join_tools(*tools)
+    if found:
         converted["tools"] = found
     arguments = read_json(row.get(TEMPLATE_ARGUMENTS)) or {}
     if not isinstance(arguments, dict):
@@ -247,7 +256,9 @@ def _conversation(row: dict, **columns: list[dict]) -> dict:
 
 def _with_system(turns: list[dict], text: str) -> list[dict]:
     """`turns` with a system message, if there is one. Raises SkippedRow if they begin with another one."""
-    first = turns[0]["content"].strip() if turns and turns[0]["role"] == "system" else ""
+    first = ""
+    if turns and turns[0]["role"] == "system":
+        first = turns[0]["content"].strip()
     if first and text.strip() not in ("", first):
         raise SkippedRow("with different system messages in two places")
     if first or not text.strip():
@@ -331,7 +342,8 @@ def _prompt_of_answers(row: dict) -> list[dict]:
     if isinstance(row.get("prompt"), list) and _has(row, "prompt"):
         return _turns(row, "prompt", "user")
     for column in CONVERSATION_COLUMNS:
-        if turns := read_turns(row.get(column), column):
+        turns = read_turns(row.get(column), column)
+        if turns:
             return turns
     for column in ("prompt", "instruction"):
         if _has(row, column):
@@ -384,7 +396,9 @@ def stored_features(format: str, text_field: str) -> Features:
     if format not in CONVERSATIONS:
         return Features(dict.fromkeys(columns, Value("string")))
     store_json_exactly()
-    of_images = {"images": images.FEATURE} if format == "images" else {}
+    of_images = {}
+    if format == "images":
+        of_images = {"images": images.FEATURE}
     return Features(dict.fromkeys(columns, List(Json())) | of_images | {TEMPLATE_ARGUMENTS: Json()})
 
 
@@ -409,13 +423,20 @@ def as_messages(row: dict) -> dict:
 
 def _as_context(turns: list[dict]) -> list[dict]:
     """The same turns, none of which counts in the loss."""
-    return [turn | {"train": False} if turn["role"] == "assistant" else turn for turn in turns]
+    found = []
+    for turn in turns:
+        if turn["role"] == "assistant":
+            turn = turn | {"train": False}
+        found.append(turn)
+    return found
 
 
 def split_answers(row: dict) -> list[dict]:
     """One row for every answer of a conversation that counts in the loss; the turns before it are its context."""
     turns = turns_of(row)
-    first = 1 if "messages" in row else len(row["prompt"])  # a first message never counts
+    first = 1  # a first message never counts
+    if "messages" not in row:
+        first = len(row["prompt"])
     rows = []
     for index in range(first, len(turns)):
         if turns[index]["role"] == "assistant" and turns[index].get("train", True):
@@ -446,15 +467,25 @@ def kind_of_conversation(row: dict) -> str:
         if not turn.get("train", True):
             word += "+untrained"
         words.append("+key:".join([word, *other_keys(turn)]))
-    return " ".join(words) + (", tools" if row.get("tools") else "") + (WITH_IMAGES if row.get("images") else "")
+    kind = " ".join(words)
+    if row.get("tools"):
+        kind += ", tools"
+    if row.get("images"):
+        kind += WITH_IMAGES
+    return kind
 
 
 def other_keys(turn: dict) -> list[str]:
     """The keys of a turn of a converted row, and of its calls, that have a value and that only some chat templates read."""
-    keys = [key for key, value in turn.items() if key not in KNOWN_KEYS and not is_nothing(value)]
+    keys: dict[str, None] = {}  # in order
+    for key, value in turn.items():
+        if key not in KNOWN_KEYS and not is_nothing(value):
+            keys[key] = None
     for call in turn.get("tool_calls", []):
-        keys += [f"tool_calls.{key}" for key, value in call.items() if key not in KEYS_OF_CALL and not is_nothing(value)]
-    return list(dict.fromkeys(keys))
+        for key, value in call.items():
+            if key not in KEYS_OF_CALL and not is_nothing(value):
+                keys[f"tool_calls.{key}"] = None
+    return list(keys)
 
 
 def with_text_arguments(row: dict) -> dict:

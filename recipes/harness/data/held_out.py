@@ -17,11 +17,13 @@ def hold_out(reasons: list[str], digests: list[str], count: int) -> list[int]:
     left = max(1, sum(map(len, groups)) // 10)
     chosen = []
     for number in np.random.default_rng(0).permutation(len(groups)):
-        if len(chosen) < count and len(groups[number]) <= left:
-            chosen.append(groups[number])
-            left -= len(groups[number])
-    chosen = chosen or sorted(groups, key=len)[:1]
-    return [group[0] for group in chosen]
+        group = groups[number]
+        if len(chosen) < count and len(group) <= left:
+            chosen.append(group[0])
+            left -= len(group)
+    if not chosen and groups:
+        chosen.append(min(groups, key=len)[0])
+    return chosen
 
 
 def hold_out_of_stream(rows: IterableDataset, count: int, is_small: bool) -> list[dict]:
@@ -30,14 +32,19 @@ def hold_out_of_stream(rows: IterableDataset, count: int, is_small: bool) -> lis
     A stream of one file without blocks, or with too few rows there, gives a random tenth of its first `10 * count` rows. In no
     case they are more than a tenth of the rows. All `rows` can be used; `is_small`: they may be counted.
     """
-    if rows.num_shards > 1:
+    shards = rows.num_shards
+    if shards > 1:
         # Blocks have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
-        is_counted = is_small or rows.num_shards < 10
-        known = len(list(rows.take(10 * count))) if is_counted else 10 * count
+        is_counted = is_small or shards < 10
+        known = 10 * count
+        if is_counted:
+            known = len(list(rows.take(known)))
         wanted = min(count, max(1, known // 10))
-        last = list(rows.shard(rows.num_shards, rows.num_shards - 1).take(wanted + 1))
+        last_shard = rows.shard(shards, shards - 1)
+        last = list(last_shard.take(wanted + 1))
         if len(last) > wanted:  # a part of the stream may have this file or block only
             return last[:wanted]
     first = list(rows.take(10 * count))
     order = np.random.default_rng(0).permutation(len(first))
-    return [first[index] for index in order[: min(count, max(1, len(first) // 10))]]
+    wanted = min(count, max(1, len(first) // 10))
+    return [first[index] for index in order[:wanted]]

@@ -9,7 +9,6 @@ import base64
 import contextlib
 import functools
 import io
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,8 +81,10 @@ def read_row(row: dict, of_parts: list) -> list[dict]:
 
 def _may_be_the_same(one: dict, other: dict) -> bool:
     """False for two paths with different ends: one can be relative to a folder of the other."""
-    ends = [reversed(Path(image["path"] or "").parts) for image in (one, other)]
-    return all(name == other_name for name, other_name in zip(*ends, strict=False))
+    parts = Path(one["path"] or "").parts
+    others = Path(other["path"] or "").parts
+    shorter = min(len(parts), len(others))
+    return parts[len(parts) - shorter :] == others[len(others) - shorter :]
 
 
 def read_images(value: Any) -> list[dict]:
@@ -91,8 +92,13 @@ def read_images(value: Any) -> list[dict]:
     value = read_json(value)
     if is_nothing(value):
         return []
-    value = value if isinstance(value, list) else [value]
-    return [_read_image(image) for image in value if not is_nothing(image)]
+    if not isinstance(value, list):
+        value = [value]
+    found = []
+    for image in value:
+        if not is_nothing(image):
+            found.append(_read_image(image))
+    return found
 
 
 def _read_image(image: Any) -> dict:
@@ -117,14 +123,16 @@ def place_images(turns: list[dict], count: int) -> list[dict]:
     marks = count_marks(turns)
     if marks == count:
         return turns
-    first = next((index for index, turn in enumerate(turns) if turn["role"] == "user"), None)
-    if marks or first is None:
+    roles = [turn["role"] for turn in turns]
+    if marks or "user" not in roles:
         raise RefusedRow(
             f"it has {plural(count, 'image')}, and {plural(marks, 'place')} for one in its messages (parts of the type image, "
             f"or {IMAGE} in a message that is not an answer): write one place for each image"
         )
-    turn = turns[first] | {"content": IMAGE * count + turns[first]["content"]}
-    return [*turns[:first], turn, *turns[first + 1 :]]
+    first = roles.index("user")
+    question = turns[first]
+    placed = question | {"content": IMAGE * count + question["content"]}
+    return [*turns[:first], placed, *turns[first + 1 :]]
 
 
 def count_marks(turns: list[dict]) -> int:
@@ -244,8 +252,10 @@ def as_parts(turns: list[dict]) -> list[dict]:
     for turn in turns:
         parts = []
         for index, text in enumerate(_texts_around_marks(turn)):
-            parts += [{"type": "image"}] if index else []
-            parts += [{"type": "text", "text": text}] if text else []
+            if index:
+                parts.append({"type": "image"})
+            if text:
+                parts.append({"type": "text", "text": text})
         changed.append(turn | {"content": parts})
     return changed
 
@@ -264,9 +274,10 @@ def encode_turns(processor: Any, turns: list[dict], images: list[dict] | None, *
 
     left = iter(images)
     turns = as_parts(turns)
-    for part in itertools.chain.from_iterable(turn["content"] for turn in turns):
-        if part["type"] == "image":
-            part["image"] = PIL.Image.new("RGB", size_of(next(left)))
+    for turn in turns:
+        for part in turn["content"]:
+            if part["type"] == "image":
+                part["image"] = PIL.Image.new("RGB", size_of(next(left)))
     options |= {"tokenize": True, "return_dict": True, "return_tensors": None}
     found = without_pixels(processor).apply_chat_template(turns, processor_kwargs={"add_special_tokens": False}, **options)
     return {name: found[name][0] for name in ("input_ids", "assistant_masks") if name in found}
@@ -292,7 +303,7 @@ class ImageCollator:
         from torch.nn.utils.rnn import pad_sequence
 
         def pad(values: list[list[int]], padding: int) -> torch.Tensor:
-            rows = [torch.tensor(of_row) for of_row in values]
+            rows = list(map(torch.tensor, values))
             return pad_sequence(rows, batch_first=True, padding_value=padding, padding_side=self.padding_side)
 
         ids = [row["input_ids"] for row in rows]
@@ -318,7 +329,8 @@ class ImageCollator:
             kept = []
             for image in of_row:
                 left -= tokens_of_size(self.processor, *size_of(image))
-                kept += [image] if left >= 0 else []
+                if left >= 0:
+                    kept.append(image)
             rows.append({"input_ids": prompt, "labels": prompt, "images": kept})
         batch = self(rows)
         del batch["labels"]
@@ -329,7 +341,9 @@ def with_one_token_each(ids: list[int], labels: list[int], processor: Any) -> tu
     """Tokens and labels with the first token only of each image, to be printed; for a tokenizer instead of a processor all."""
     of_images = getattr(processor, "image_token_ids", [])
     kept = []
+    kept_labels = []
     for index, token in enumerate(ids):
         if index == 0 or token not in of_images or token != ids[index - 1]:
-            kept.append(index)
-    return [ids[index] for index in kept], [labels[index] for index in kept]
+            kept.append(token)
+            kept_labels.append(labels[index])
+    return kept, kept_labels

@@ -80,8 +80,9 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
     for source in data.sources:
         opened.append(open_source(data, source, keep))
         data = replace(data, formats=tuple(filter(None, [opened[0].conversion.format])))
-    if missing := set(data.column_map or {}).difference(*(one.columns for one in opened)):  # a system prompt, for example
-        raise UserError(f"--column_map: no dataset has a column {min(missing)}")
+    for column in sorted(data.column_map or {}):  # a system prompt, for example
+        if not any(column in one.columns for one in opened):
+            raise UserError(f"--column_map: no dataset has a column {column}")
     check_has_images(opened)
     if data.check_conversations and is_first_process():
         data.check_conversations(list(itertools.chain.from_iterable(one.examples for one in opened)))
@@ -136,7 +137,9 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     """Opens a dataset, examines its rows, of a stream the first ones, and chooses those to evaluate on. `keep`: see `load`."""
     # Of large data a preview, a rehearsal and a plan read the first rows only. They download no more than these.
     reads_all = reading.is_small(source.name) or not (source.first_rows or data.streaming)
-    limit = 0 if reads_all else source.first_rows or PREVIEWED_ROWS
+    limit = 0
+    if not reads_all:
+        limit = source.first_rows or PREVIEWED_ROWS
     splits = open_dataset(data, source, data.streaming or limit > 0)
     test = evaluation_split(source, splits, data.needs_test_split)
     train = source.train_split
@@ -174,7 +177,9 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
             held_out = list(rows.select(hold_out(examined[REASON][:], examined[DIGEST][:], count)))
         else:
             held_out = hold_out_of_stream(rows, count, is_complete)
-        eval_rows = list(map(converted_of, held_out)) if conversion.format else held_out
+        eval_rows = held_out
+        if conversion.format:
+            eval_rows = list(map(converted_of, held_out))
     digests = frozenset(map(digest_of_loaded, held_out))
     return Opened(
         source,
@@ -217,7 +222,10 @@ def without_decoding(rows: Rows, keeps_nested: bool) -> Rows:
 
 def rename_columns(rows: Rows, column_map: dict[str, str]) -> Rows:
     """The rows of a recipe without formats, with the names of --column_map."""
-    replaced = [name for name in rows.column_names or [] if name in column_map.values() and name not in column_map]
+    replaced = []
+    for name in rows.column_names or []:
+        if name in column_map.values() and name not in column_map:
+            replaced.append(name)
     return rows.remove_columns(replaced).rename_columns(column_map)
 
 
@@ -301,7 +309,11 @@ def check_has_images(opened: list[Opened]) -> None:
 
 def rows_with_unusable_images(examined: Dataset) -> str:
     """A checksum of which rows are skipped because of an image."""
-    return digest_of({"rows": [index for index, reason in enumerate(examined[REASON][:]) if reason.startswith(OF_IMAGE)]})
+    rows = []
+    for index, reason in enumerate(examined[REASON][:]):
+        if reason.startswith(OF_IMAGE):
+            rows.append(index)
+    return digest_of({"rows": rows})
 
 
 def shape_of(opened: list[Opened], data: DataSettings) -> Shape:
@@ -309,7 +321,9 @@ def shape_of(opened: list[Opened], data: DataSettings) -> Shape:
     stored = opened[0].conversion.stored
     found: set[str] = set()
     for one in opened:
-        found.update(*map(str.split, set(one.examined[HAS][:])), *one.eval_rows)
+        found.update(*one.eval_rows)
+        for columns in set(one.examined[HAS][:]):
+            found.update(columns.split())
         if not one.is_complete and isinstance(one.rows, IterableDataset):
             found.update(OPTIONAL)
     splits_answers = data.split_conversations and "messages" in stored
@@ -331,7 +345,10 @@ def training_rows(data: DataSettings, one: Opened, held_out: frozenset[str], sha
     rows = one.rows
     if isinstance(rows, Dataset):
         facts = zip(one.examined[REASON][:], one.examined[DIGEST][:], strict=True)
-        indices = [index for index, (reason, digest) in enumerate(facts) if not reason and digest not in held_out]
+        indices = []
+        for index, (reason, digest) in enumerate(facts):
+            if not reason and digest not in held_out:
+                indices.append(index)
         if data.max_samples and not data.is_mixture:  # `mix` limits the rows of all datasets together
             indices = indices[: data.max_samples]
         rows = rows.select(indices[: one.source.first_rows or None])
@@ -372,7 +389,8 @@ def evaluation_rows(data: DataSettings, one: Opened, shape: Shape) -> Dataset:
 
 def limit_stream(data: DataSettings, stream: IterableDataset) -> Dataset | IterableDataset:
     """The first `max_samples` rows; with epochs they are kept in memory."""
-    stream = stream.take(data.max_samples) if data.max_samples else stream
+    if data.max_samples:
+        stream = stream.take(data.max_samples)
     if not data.keeps_samples:
         return stream
     kept = list(itertools.islice(stream, data.sources[0].first_rows or None))

@@ -79,7 +79,9 @@ def file_versions(name: str | None) -> list[list]:
     root = Path(name or "").expanduser().absolute()
     for file in local_files(name):
         status = file.stat()
-        shown = file.relative_to(root.parent) if root.exists() else file.name
+        shown = file.name
+        if root.exists():
+            shown = file.relative_to(root.parent)
         versions.append([str(shown), status.st_size, status.st_mtime_ns])
     return versions
 
@@ -87,7 +89,8 @@ def file_versions(name: str | None) -> list[list]:
 def is_small(name: str | None) -> bool:
     """Whether the files are on this machine and have so few bytes that every row can be looked at before a run."""
     files = local_files(name)
-    return bool(files) and sum(file.stat().st_size for file in files) <= SMALL
+    size = sum(file.stat().st_size for file in files)
+    return bool(files) and size <= SMALL
 
 
 def checksum_of_code() -> str:
@@ -147,10 +150,12 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
         named = load_dataset_builder(str(folder), config).config.data_files or {}
     files: dict[str, list[Path]] = {}
     for split, of_split in named.items():
-        files[str(split)] = [Path(os.path.normpath(file)) for file in of_split]
-        # Files of other folders are not meant, and would be trained on.
-        if not all(file.is_relative_to(folder) for file in files[str(split)]):
-            raise UserError(f"--dataset_name: the configs in {readme} name files outside of {folder}: correct or delete them")
+        paths = files[str(split)] = []
+        for file in of_split:
+            path = Path(os.path.normpath(file))
+            if not path.is_relative_to(folder):  # it is not meant, and would be trained on
+                raise UserError(f"--dataset_name: the configs in {readme} name files outside of {folder}: correct or delete them")
+            paths.append(path)
     return files
 
 
@@ -165,9 +170,12 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
         return None
     with hub_errors("dataset", str(folder)):
         saved = load_from_disk(str(folder))
-    splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+    splits = {"train": saved}
+    if isinstance(saved, DatasetDict):
+        splits = dict(saved)
     if streaming:
-        splits = {split: rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows)))) for split, rows in splits.items()}
+        for split, rows in splits.items():
+            splits[split] = rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows))))
     return splits
 
 
@@ -186,7 +194,11 @@ def _open_files(name: str, config: str | None, streaming: bool, text_rows: str |
             split: IterableDataset.from_generator(_placed_rows, gen_kwargs={"files": files, **settings})
             for split, files in names.items()
         }
-    options = {"text": {"sample_by": row_of}, "csv": {"sep": separator_of(first)}}.get(kind, {})
+    options = {}
+    if kind == "text":
+        options["sample_by"] = row_of
+    if kind == "csv":
+        options["sep"] = separator_of(first)
     escaped = {split: list(map(glob.escape, files)) for split, files in names.items()}
     with hub_errors("dataset", name):
         return load_dataset(kind, data_files=escaped, streaming=streaming, **options)
@@ -204,7 +216,9 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     A folder is read in one format. In a folder with configs only their files count.
     """
     paths = _local_paths(name)
-    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
+    folder = None
+    if len(paths) == 1 and paths[0].is_dir():
+        folder = paths[0]
     if folder and (configured := _configured_files(folder, config)):
         return configured, SUFFIXES.get(suffix_of(next(iter(configured.values()))[0]), "text"), []
     by_kind: dict[str, list[Path]] = {}
@@ -231,15 +245,21 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
 def print_ignored_files(name: str, config: str | None) -> None:
     """Prints which files of a folder are not read, as compressed ones: else a run trains on less than its user thinks."""
     paths = _local_paths(name)
-    ignored = choose_files(name, config)[2] if paths and not _is_saved(paths[0]) else []
+    ignored = []
+    if paths and not _is_saved(paths[0]):
+        ignored = choose_files(name, config)[2]
     if ignored:
-        names = ", ".join(file.name for file in ignored[:5]) + (" …" if len(ignored) > 5 else "")
-        print_once(f"{name}: ignoring {names}: of another format or compression, or not named after a split as other files are.")
+        names = [file.name for file in ignored[:5]]
+        if len(ignored) > 5:
+            names.append("…")
+        shown = ", ".join(names)
+        print_once(f"{name}: ignoring {shown}: of another format or compression, or not named after a split as other files are.")
 
 
 def _split_of(path: Path) -> str:
     """The split that a file or its folder is named after, for example of my_test.jsonl and validation/1.csv; "" without one."""
-    if sharded := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name):
+    sharded = re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name)
+    if sharded:
         return sharded[1]
     for part in reversed(path.parts):
         for word in re.split("[-._ 0-9]+", part.lower()):
@@ -269,7 +289,9 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
     names = list(map(str, files))
     if streaming and kind == "parquet":
         return open_parquet(names)
-    features = features_of_files(map(pyarrow.parquet.read_schema, names)) if kind == "parquet" else None
+    features = None
+    if kind == "parquet":
+        features = features_of_files(map(pyarrow.parquet.read_schema, names))
     return load_dataset(
         kind, data_files={"train": list(map(glob.escape, names))}, split="train", streaming=streaming, features=features
     )

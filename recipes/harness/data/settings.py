@@ -86,7 +86,8 @@ def settings_of_data(
     `formats`: see DataSettings. `given`: names of the arguments that the user passed.
     """
     formats = tuple(filter(None, [formats] if isinstance(formats, str) else formats))
-    if unknown := set(formats) - DESCRIPTIONS.keys():
+    unknown = set(formats) - DESCRIPTIONS.keys()
+    if unknown:
         raise UserError(f"dataset_formats: {min(unknown)!r} is no format: use one or several of {', '.join(DESCRIPTIONS)}")
     has_own = hasattr(training_args, "chat_template_kwargs")  # GRPOTrainer renders the prompts itself
     return DataSettings(
@@ -112,9 +113,11 @@ def sources_of(script_args: "ScriptArguments") -> list[Source]:
     if not script_args.dataset_name:
         return []
     names = script_args.dataset_name
-    names = [names] if isinstance(names, str) else names
+    if isinstance(names, str):
+        names = [names]
     configs = script_args.dataset_config or ["default"] * len(names)
-    configs = [configs] if isinstance(configs, str) else configs
+    if isinstance(configs, str):
+        configs = [configs]
     weights = script_args.dataset_weights or [1.0]
     if not len(names) == len(weights) == len(configs) or not all(0 < weight < math.inf for weight in weights):
         raise UserError(

@@ -113,7 +113,8 @@ def read_blocks(blocks: list[Block]) -> Iterator[dict[str, Any]]:
 def _batches(file: str, number: int, of: int) -> Iterator[RecordBatch]:
     """The rows of a block."""
     count, _ = _read_footer(file)
-    if groups := list(range(count * number // of, count * (number + 1) // of)):
+    groups = list(range(count * number // of, count * (number + 1) // of))
+    if groups:
         with _open(file) as opened:
             table = parquet.ParquetFile(opened, pre_buffer=True)
             for group in groups:

@@ -71,7 +71,9 @@ def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
     args = trainer.args
     writes_text = hasattr(trainer.model, "can_generate") and trainer.model.can_generate()
     is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and writes_text
-    missing = -len(rows) % (slots_of_step(args) * args.train_batch_size) if is_known and len(rows) else 0
+    missing = 0
+    if is_known and len(rows):
+        missing = -len(rows) % (slots_of_step(args) * args.train_batch_size)
     if not missing or args.dataloader_drop_last:
         return
     if not with_empty_rows:

@@ -14,12 +14,17 @@ def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
     """What was read, skipped and found of a dataset; prints it. `digests`: of the rows that are held out of all datasets."""
     name = one.source.display_name
     reasons = one.examined[REASON][:]
-    trained = sum(not reason and digest not in digests for reason, digest in zip(reasons, one.examined[DIGEST][:], strict=True))
+    trained = 0
+    for reason, digest in zip(reasons, one.examined[DIGEST][:], strict=True):
+        if not reason and digest not in digests:
+            trained += 1
     skipped = Counter(filter(None, reasons))
     shown = []
     for reason, count in skipped.most_common(SHOWN_REASONS):  # each image that cannot be read is one
         shown.append(f"{count:,} {reason} (the first is row {reasons.index(reason) + 1:,})")
-    held_out = len(one.eval_rows) if one.held_out else 0
+    held_out = 0
+    if one.held_out:
+        held_out = len(one.eval_rows)
     read = f"{'' if one.is_complete else 'the first '}{len(reasons):,} rows"
     if skipped:
         print_once(f"{name}: {skipped.total():,} of {read} skipped: {', '.join(shown)}.")
@@ -41,5 +46,7 @@ def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
 
 def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of data.json for a mixture: the sums over the datasets, and `datasets` with what each has."""
-    total: dict[str, Any] = {name: sum(summary[name] for summary in summaries) for name in NUMBERS}
+    total: dict[str, Any] = {}
+    for name in NUMBERS:
+        total[name] = sum(summary[name] for summary in summaries)
     return total | {"is_complete": all(summary["is_complete"] for summary in summaries), "datasets": summaries}

@@ -37,7 +37,9 @@ def suffix_of(path: Path) -> str:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file with their numbers."""
-    opens = gzip.open if path.suffix.lower() == COMPRESSED else open
+    opens = open
+    if path.suffix.lower() == COMPRESSED:
+        opens = gzip.open
     with opens(path, "rt", encoding="utf-8-sig", newline="\n") as file:
         yield from enumerate(file, 1)
 
@@ -102,7 +104,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
     try:
         for values in reader:
             if not header:
-                header = [name.strip() for name in values]
+                header = list(map(str.strip, values))
             elif len(values) > len(header):
                 raise csv.Error(f"{len(values)} values, but the header names {len(header)} columns ({', '.join(header)})")
             elif values:

@@ -25,7 +25,6 @@ from trl.chat_template_utils import is_chat_template_stop_token_trained
 from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
-Part = tuple[int | None, int | None]  # the start and the end of what is kept of a row
 TOKENS = ["input_ids", "labels"]
 IMAGES = "images"  # a column of rows with images, which stay as they are until a batch is made
 # The first rows, of which those without a label are counted where packing does not drop them.
@@ -41,7 +40,8 @@ def load_tokenizer(
     `reads_images`: see `load_bare_tokenizer`.
     """
     tokenizer = load_bare_tokenizer(model_args, reads_images)
-    if path := getattr(training_args, "chat_template_path", None):
+    path = getattr(training_args, "chat_template_path", None)
+    if path:
         tokenizer.chat_template = Path(path).read_text("utf-8")
         training_args.chat_template_path = None  # SFTTrainer would read a file with another ending as the name of a model
     for name in ("eos_token", "pad_token"):
@@ -73,15 +73,17 @@ def tokenize(
     """See `harness.tokenize`. Changes `training_args`, so that SFTTrainer takes the rows as they are."""
     packs = is_packed(training_args)
     train = tokenize_split("train", train_dataset, tokenizer, training_args, packs, run)
-    packs = packs if training_args.eval_packing is None else training_args.eval_packing
+    if training_args.eval_packing is not None:
+        packs = training_args.eval_packing
     evaluated: dict[str, Rows] = {}
-    for name, rows in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
+    has_names = isinstance(eval_dataset, dict)
+    for name, rows in (eval_dataset if has_names else {"": eval_dataset}).items():
         evaluated[name] = rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, packs, run)
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
     training_args.dataset_kwargs = {"skip_prepare_dataset": True}
     if isinstance(tokenizer, ProcessorMixin):
         training_args.remove_unused_columns = False  # SFTTrainer would remove the tokens of rows with images
-    return train, evaluated if isinstance(eval_dataset, dict) else evaluated[""]
+    return train, evaluated if has_names else evaluated[""]
 
 
 def are_tokenized(training_args: TrainingArguments) -> bool:
@@ -123,8 +125,12 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     tokenizer = getattr(processor, "tokenizer", processor)
     only_completions = args.completion_only_loss is not False  # of rows that have a prompt
     if isinstance(first.get("messages") or first.get("prompt"), list):
-        template = template_of_answers(tokenizer) if args.assistant_only_loss else None
-        used = processor if IMAGES in first else tokenizer
+        template = None
+        if args.assistant_only_loss:
+            template = template_of_answers(tokenizer)
+        used = tokenizer
+        if IMAGES in first:
+            used = processor
         function = functools.partial(tokens_of_conversation, processor=used, template=template, only_completions=only_completions)
     elif "input_ids" in first:
         function = labels_of_tokens
@@ -134,8 +140,13 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
         begin, end = added_tokens(tokenizer)
         values = {"text_field": args.dataset_text_field, "begin": begin, "end": end, "only_completions": only_completions}
         function = functools.partial(tokens_of_text, tokenizer=tokenizer, **values)
-    kept = [*TOKENS, IMAGES] if IMAGES in first else TOKENS
-    removed = [name for name in columns if name not in kept]
+    kept = TOKENS
+    if IMAGES in first:
+        kept = [*TOKENS, IMAGES]
+    removed = []
+    for name in columns:
+        if name not in kept:
+            removed.append(name)
     options = options_of_map(rows, args, f"Tokenizing {split} dataset")
     return rows.map(function, remove_columns=removed, **options).select_columns(kept)
 
@@ -155,8 +166,17 @@ def labels_of_tokens(row: dict) -> dict[str, list[int]]:
     """Tokens that the recipe has made itself. Without labels, all of them count that TRL's masks do not leave out."""
     labels = row.get("labels") or row["input_ids"]
     for name in ("completion_mask", "assistant_masks"):
-        labels = [label if counts else IGNORED for label, counts in zip(labels, row.get(name) or [1] * len(labels), strict=True)]
+        if row.get(name):
+            labels = labels_of_counted(labels, row[name])
     return {"input_ids": row["input_ids"], "labels": labels}
+
+
+def labels_of_counted(tokens: list[int], counts: list) -> list[int]:
+    """The tokens that count in the loss; IGNORED instead of each other one."""
+    labels = []
+    for token, counted in zip(tokens, counts, strict=True):
+        labels.append(token if counted else IGNORED)
+    return labels
 
 
 def tokens_of_conversation(
@@ -182,7 +202,7 @@ def tokens_of_conversation(
     of_images = getattr(processor, "image_token_ids", [])
     counts = rendered.get("assistant_masks") or [token not in of_images for token in ids]
     start = common_prefix_length(prompt, ids)
-    labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
+    labels = labels_of_counted(ids, counts)
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
 
 
@@ -196,12 +216,18 @@ def tokens_of_text(
         end: what it adds at the end: likewise.
     """
     is_pair = "prompt" in row and "completion" in row
-    text = row["completion"] if is_pair else row[text_field]
+    if is_pair:
+        prompt = row["prompt"]
+        text = row["completion"]
+    else:
+        prompt = ""
+        text = row[text_field]
     if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
         text += tokenizer.eos_token
-    prompt = row["prompt"] if is_pair else ""
     ids = tokenizer(prompt + text, add_special_tokens=False)["input_ids"]
-    added = [] if ids[:1] == begin else begin
+    added = begin
+    if ids[:1] == begin:
+        added = []
     start = 0
     if is_pair and only_completions:
         start = len(added) + common_prefix_length(tokenizer(prompt, add_special_tokens=False)["input_ids"], ids)
@@ -226,7 +252,7 @@ def options_of_map(rows: Rows, args: SFTConfig, text: str) -> dict[str, Any]:
 def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows cut to --max_length, without those of which no token counts then; their number is printed. See `is_used`."""
     has_images = IMAGES in (tokens.column_names or [])
-    part = {"keep_start": (None, args.max_length), "keep_end": (-args.max_length, None)}[args.truncation_mode]
+    part = {"keep_start": slice(args.max_length), "keep_end": slice(-args.max_length, None)}[args.truncation_mode]
     used = functools.partial(is_used, part=part, most=args.max_length if has_images else None)
     options = options_of_map(tokens, args, f"Truncating {split} dataset")
     kept = tokens.filter(used, input_columns=TOKENS, **options)
@@ -239,22 +265,24 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     return kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
 
 
-def is_used(ids: list[int], labels: list[int], part: Part, most: int | None = None) -> bool:
+def is_used(ids: list[int], labels: list[int], part: slice, most: int | None = None) -> bool:
     """Whether a token counts in the loss in the part of a row that is kept.
 
     `most`: tokens of a row with images, which is not cut: a part of an image has no meaning, and what follows it is the answer.
     """
-    return (most is None or len(ids) <= most) and has_loss(labels[slice(*part)])
+    if most is not None and len(ids) > most:
+        return False
+    return has_loss(labels[part])
 
 
-def cut_tokens_of_row(row: dict, part: Part) -> dict[str, list[int]]:
-    return {name: row[name][slice(*part)] for name in TOKENS}
+def cut_tokens_of_row(row: dict, part: slice) -> dict[str, list[int]]:
+    return {name: row[name][part] for name in TOKENS}
 
 
 def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
     if args.packing_strategy == "bfd":  # which cuts rows, and drops none
-        report_first_rows(split, tokens, functools.partial(is_used, part=(None, args.max_length)), args, run)
+        report_first_rows(split, tokens, functools.partial(is_used, part=slice(args.max_length)), args, run)
     options = options_of_map(tokens, args, f"Packing {split} dataset")
     if isinstance(tokens, IterableDataset):
         # Not 1,000 documents: a stream that is read in parts would tokenize as many of each part before the first step.
@@ -265,7 +293,9 @@ def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
     # of an evaluation it would count as a loss of 0.
     kept = packed.filter(has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")
-    return kept if len(kept) else packed  # a command shows the rows even if nothing counts
+    if len(kept):  # a command shows the rows even if nothing counts
+        return kept
+    return packed
 
 
 def has_loss(labels: list[int]) -> bool:
@@ -275,7 +305,9 @@ def has_loss(labels: list[int]) -> bool:
 def report_first_rows(split: str, tokens: Rows, used: Callable[..., bool], args: SFTConfig, run: Run) -> None:
     """Does for the first rows of a run what `report_unused` does for all."""
     if run.trains:
-        count = COUNTED_ROWS if isinstance(tokens, Dataset) else COUNTED_ROWS_OF_STREAM
+        count = COUNTED_ROWS_OF_STREAM
+        if isinstance(tokens, Dataset):
+            count = COUNTED_ROWS
         first = list(itertools.islice(tokens, count))
         unused = sum(not used(row["input_ids"], row["labels"]) for row in first)
         report_unused(split, unused, len(first), "first " if len(first) == count else "", args)

@@ -104,13 +104,16 @@ def read_json(value: Any) -> Any:
 
 def role_of(turn: Any) -> str | None:
     """The role of a turn by its usual name, or its own name in small letters; None if it has none."""
-    name = _own_role(turn) if isinstance(turn, dict) else None
+    name = _own_role(turn)
     return ROLES.get(name, name)
 
 
-def _own_role(turn: dict) -> str | None:
+def _own_role(turn: Any) -> str | None:
+    if not isinstance(turn, dict):
+        return None
     role = turn.get("role")
-    role = turn.get("from") if role is None else role
+    if role is None:
+        role = turn.get("from")
     if role is None:
         return None
     return str(role).lower()
@@ -118,7 +121,9 @@ def _own_role(turn: dict) -> str | None:
 
 def is_conversation(value: Any) -> bool:
     """Whether a value is a list of turns, or a turn, with known roles."""
-    turns = [value] if isinstance(value, dict) else value
+    turns = value
+    if isinstance(value, dict):
+        turns = [value]
     return isinstance(turns, list) and bool(turns) and all(role_of(turn) in ROLES for turn in turns)
 
 
@@ -136,7 +141,7 @@ def read_turns(value: Any, column: str) -> list[dict]:
         raise SkippedRow(f"whose column {column} is not a list of messages")
     if all(isinstance(turn, str) for turn in turns):
         turns = _read_texts(turns, column)
-    return [read_turn(turn) for turn in turns]
+    return list(map(read_turn, turns))
 
 
 def _read_texts(texts: list[str], column: str) -> list[dict]:
@@ -170,7 +175,9 @@ def read_turn(turn: Any) -> dict:
     _check_text(role, text, thought, bool(calls))
     is_trained = _is_trained(turn, role)
 
-    replaced = (*REPLACED, *TOOLS) if role == "system" else REPLACED
+    replaced = REPLACED
+    if role == "system":
+        replaced = (*REPLACED, *TOOLS)
     read = without(turn, *replaced) | {"role": role, "content": text}
     if calls:
         read["tool_calls"] = calls
@@ -185,7 +192,10 @@ def read_turn(turn: Any) -> dict:
 
 def _one_value(turn: dict, keys: tuple[str, ...]) -> Any:
     """What a turn has under one of `keys`, None if nothing. Raises SkippedRow if it has two values."""
-    values = [turn[key] for key in keys if turn.get(key) not in (None, "")]
+    values = []
+    for key in keys:
+        if turn.get(key) not in (None, ""):
+            values.append(turn[key])
     values = [value for value in values if not is_nothing(value)] or values[:1]  # alone, spaces and {} are what they are
     if len(values) > 1 and values[0] != values[1]:
         raise SkippedRow(f"with a turn that has {' and '.join(keys)}")
@@ -232,7 +242,9 @@ def _read_parts(parts: list) -> tuple[str, str]:
 
 def _join_thoughts(turn: dict, of_parts: str) -> str:
     """The reasoning of a turn, "" if it has none. Raises SkippedRow if it has two different ones."""
-    thought = of_parts if of_parts.strip() else ""
+    thought = ""
+    if of_parts.strip():
+        thought = of_parts
     for key in REASONING:
         found = read_text(turn.get(key), "with reasoning that")
         if found.strip():
@@ -283,7 +295,9 @@ def _calls_of(turn: dict) -> list[dict]:
         raise SkippedRow("with tool_calls that are not a list")
     if calls and single is not None:
         raise SkippedRow(CALLS_TWICE)
-    return [_read_call(call) for call in (calls if single is None else [single])]
+    if single is not None:
+        calls = [single]
+    return list(map(_read_call, calls))
 
 
 def _split_calls(content: Any, others: list[dict]) -> tuple[str, list[dict]]:
@@ -294,11 +308,14 @@ def _split_calls(content: Any, others: list[dict]) -> tuple[str, list[dict]]:
     if isinstance(content, str):
         content = content.strip()
         thought = THOUGHT.match(content)
-        text = thought[0] if thought else ""
+        if thought:
+            text = thought[0]
         content = read_json(content.removeprefix(text))
-    if not isinstance(content, dict | list):
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
         raise SkippedRow("with a function_call that is not JSON")
-    return text, [_read_call(call) for call in (content if isinstance(content, list) else [content])]
+    return text, list(map(_read_call, content))
 
 
 def _read_call(call: Any) -> dict:
@@ -327,7 +344,7 @@ def read_tools(found: dict) -> list[dict]:
         value = read_json(found.get(name))
         if value is not None and not isinstance(value, list):
             raise SkippedRow("with tools that are not a list")
-        tools.append([_read_tool(tool) for tool in value or []])
+        tools.append(list(map(_read_tool, value or [])))
     return join_tools(*tools)
 
 

@@ -78,8 +78,7 @@ def test_model_of_another_library_writes_its_own_files(build_trainer):
 
 def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tmp_path):
     trainer = build_trainer("qwen2_chat")
-    source, run = tmp_path / "source", Path(trainer.args.output_dir)
-    shutil.copytree(trainer.model.config.name_or_path, source)
+    source, run = Path(shutil.copytree(trainer.model.config.name_or_path, tmp_path / "source")), Path(trainer.args.output_dir)
     settings = read(source, "config.json")
     assert settings.pop("dtype") == "bfloat16"
     (source / "config.json").write_text(json.dumps(settings))

@@ -54,6 +54,7 @@ def test_models_that_cannot_be_read(hub, error_of, tmp_path):
     assert is_reachable(1)
     hub.shutdown()
     hub.server_close()
+    huggingface_hub.close_session()  # its connections are answered still
     assert not is_reachable(1)
     check_model_exists("open/model", "main")
     assert "--prepare" in error_of(check_model_exists, "no/network", "main")

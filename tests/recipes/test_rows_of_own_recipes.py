@@ -16,7 +16,7 @@ def test_rows_that_sft_trainer_tokenizes(fork_launch, workdir, tmp_path):
     process = fork_launch("--tiny", OWN / "mapped_rows.py", "1x3090", "--max_steps", 2, "--output_dir", tmp_path, cwd=workdir)
     assert process.returncode == 0 and "SFTTrainer tokenizes the rows" in process.stdout, process.stdout + process.stderr
     (documents,) = read_held_out(tmp_path).documents.values()
-    assert len(documents) == 16 and all(labels[0] == -100 != labels[-1] for _, labels in documents)
+    assert len(documents) == 16 and all(labels[0] == -100 != labels[-1] for _, labels, *_ in documents)
     process = fork_launch("--preview", "--tiny", OWN / "mapped_rows.py", cwd=workdir)
     assert process.returncode == 0 and "⟦" in process.stdout, process.stdout + process.stderr
 

@@ -282,8 +282,7 @@ def test_rows_that_are_not_judged():
     """Of recipes without dataset_formats: pairs without a prompt as messages, and contents that are lists of parts."""
     answer = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in answer]
-    rows = [{"chosen": answer, "rejected": answer, **prompt} for prompt in ({}, {"prompt": "Why?"})]
-    for row in (*rows, {"prompt": parts[:1], "chosen": parts[1:], "rejected": parts[1:]}, {"messages": parts}):
+    for row in ({"chosen": answer, "rejected": answer}, {"messages": parts}):
         assert chat_templates.conversations_of(row) == []
     assert chat_templates.conversations_of({"messages": answer}) == [{"messages": answer}]
 

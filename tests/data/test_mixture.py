@@ -66,25 +66,17 @@ def test_rows_held_out_of_one_are_not_in_another(names, tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_each_in_its_own_shape(tmp_path, streaming):
     """Conversations, ShareGPT's with tools, and prompts with completions become rows with the same columns."""
-    turns = [{"from": "human", "value": "Hot?"}, {"from": "gpt", "value": "Yes."}]
     chats = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "So."}]} for i in range(20)]
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    names = [
-        write(tmp_path / "chat.jsonl", chats),
-        write(tmp_path / "tools.json", [{"conversations": turns, "tools": json.dumps(tools), "id": i} for i in range(20)]),
-        write(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "completion": "So."} for i in range(20)]),
-    ]
-    del chats[2:]
-    data = arguments_of(names[:1] + names[2:], [1, 1], ("messages",), dataset_streaming=streaming)
-    train, evaluated = load(data)
-    rows = list(itertools.islice(train, 20))
-    assert all(row.keys() == {"messages"} and row["messages"][-1]["role"] == "assistant" for row in rows)
+    share_gpt = [[{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": "Yes."}] for i in range(20)]
+    chat = write(tmp_path / "chat.jsonl", chats)
+    pairs = write(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "completion": "So."} for i in range(20)])
+    called = write(tmp_path / "tools.json", [{"conversations": turns, "tools": json.dumps(tools)} for turns in share_gpt])
+    train, evaluated = load(arguments_of([chat, pairs], [1, 1], ("messages",), dataset_streaming=streaming))
+    for row in itertools.islice(train, 20):
+        assert row.keys() == {"messages"} and row["messages"][-1]["role"] == "assistant"
     assert evaluated.column_names == ["messages"] and len(evaluated) == 4
-    write(
-        tmp_path / "tools.json",
-        [{"conversations": [turns[0] | {"value": f"{i}?"}, turns[1]], "tools": json.dumps(tools)} for i in range(20)],
-    )
-    train, _ = load(arguments_of(names[:2], [1, 1], ("messages",), dataset_streaming=streaming))
+    train, _ = load(arguments_of([chat, called], [1, 1], ("messages",), dataset_streaming=streaming))
     assert {json.dumps(row["tools"]) for row in itertools.islice(train, 20)} == {"null", json.dumps(tools)}
 
 

@@ -96,11 +96,7 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         return [templates]
-    found = []
-    for name in ("default", "tool_use"):
-        if name in templates:
-            found.append(templates[name])
-    return found
+    return [templates[name] for name in ("default", "tool_use") if name in templates]
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:

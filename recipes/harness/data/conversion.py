@@ -263,10 +263,7 @@ def find_conversion(
     for _, row in first:
         names |= dict.fromkeys(row)
     columns = list(names)
-    column_map = {}
-    for old, new in (data.column_map or {}).items():
-        if old in columns:
-            column_map[old] = new
+    column_map = {old: new for old, new in (data.column_map or {}).items() if old in columns}
     structs = tuple(column for column, kind in features.items() if has_struct(kind))
     path = Path(absolute_name(source.name))
     folder = ""

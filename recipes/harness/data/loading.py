@@ -222,10 +222,7 @@ def without_decoding(rows: Rows, keeps_nested: bool) -> Rows:
 
 def rename_columns(rows: Rows, column_map: dict[str, str]) -> Rows:
     """The rows of a recipe without formats, with the names of --column_map."""
-    replaced = []
-    for name in rows.column_names or []:
-        if name in column_map.values() and name not in column_map:
-            replaced.append(name)
+    replaced = [name for name in rows.column_names or [] if name in column_map.values() and name not in column_map]
     return rows.remove_columns(replaced).rename_columns(column_map)
 
 

@@ -25,6 +25,7 @@ from trl.chat_template_utils import is_chat_template_stop_token_trained
 from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
+Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 TOKENS = ["input_ids", "labels"]
 IMAGES = "images"  # a column of rows with images, which stay as they are until a batch is made
 # The first rows, of which those without a label are counted where packing does not drop them.
@@ -66,7 +67,7 @@ def load_processor(script_args: Any, model_args: ModelConfig, training_args: Tra
 def tokenize(
     train_dataset: Rows,
     eval_dataset: Rows | dict[str, Rows] | None,
-    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    tokenizer: Tokenizer,
     training_args: SFTConfig,
     run: Run,
 ) -> tuple[Rows, Rows | dict[str, Rows] | None]:
@@ -76,14 +77,15 @@ def tokenize(
     if training_args.eval_packing is not None:
         packs = training_args.eval_packing
     evaluated: dict[str, Rows] = {}
-    has_names = isinstance(eval_dataset, dict)
-    for name, rows in (eval_dataset if has_names else {"": eval_dataset}).items():
+    if not isinstance(eval_dataset, dict):
+        eval_dataset = {"": eval_dataset}
+    for name, rows in eval_dataset.items():
         evaluated[name] = rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, packs, run)
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
     training_args.dataset_kwargs = {"skip_prepare_dataset": True}
     if isinstance(tokenizer, ProcessorMixin):
         training_args.remove_unused_columns = False  # SFTTrainer would remove the tokens of rows with images
-    return train, evaluated if has_names else evaluated[""]
+    return train, evaluated.get("", evaluated)
 
 
 def are_tokenized(training_args: TrainingArguments) -> bool:
@@ -94,7 +96,7 @@ def are_tokenized(training_args: TrainingArguments) -> bool:
 def tokenize_split(
     split: str,
     rows: Rows,
-    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    tokenizer: Tokenizer,
     args: SFTConfig,
     packs: bool,
     run: Run,
@@ -114,7 +116,7 @@ def tokenize_split(
     return tokens
 
 
-def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, args: SFTConfig) -> Rows:
+def tokens_of_rows(split: str, rows: Rows, tokenizer: Tokenizer, args: SFTConfig) -> Rows:
     """The rows as tokens with labels, of any length.
 
     The functions of `map` get plain values, so that all processes of a run, and --prepare, find the same rows in the cache.
@@ -125,12 +127,8 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     tokenizer = getattr(processor, "tokenizer", processor)
     only_completions = args.completion_only_loss is not False  # of rows that have a prompt
     if isinstance(first.get("messages") or first.get("prompt"), list):
-        template = None
-        if args.assistant_only_loss:
-            template = template_of_answers(tokenizer)
-        used = tokenizer
-        if IMAGES in first:
-            used = processor
+        template = template_of_answers(tokenizer) if args.assistant_only_loss else None
+        used = processor if IMAGES in first else tokenizer
         function = functools.partial(tokens_of_conversation, processor=used, template=template, only_completions=only_completions)
     elif "input_ids" in first:
         function = labels_of_tokens
@@ -143,10 +141,7 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase | 
     kept = TOKENS
     if IMAGES in first:
         kept = [*TOKENS, IMAGES]
-    removed = []
-    for name in columns:
-        if name not in kept:
-            removed.append(name)
+    removed = [name for name in columns if name not in kept]
     options = options_of_map(rows, args, f"Tokenizing {split} dataset")
     return rows.map(function, remove_columns=removed, **options).select_columns(kept)
 
@@ -173,15 +168,10 @@ def labels_of_tokens(row: dict) -> dict[str, list[int]]:
 
 def labels_of_counted(tokens: list[int], counts: list) -> list[int]:
     """The tokens that count in the loss; IGNORED instead of each other one."""
-    labels = []
-    for token, counted in zip(tokens, counts, strict=True):
-        labels.append(token if counted else IGNORED)
-    return labels
+    return [token if counted else IGNORED for token, counted in zip(tokens, counts, strict=True)]
 
 
-def tokens_of_conversation(
-    row: dict, processor: PreTrainedTokenizerBase | ProcessorMixin, template: str | None, only_completions: bool
-) -> dict[str, list[int]]:
+def tokens_of_conversation(row: dict, processor: Tokenizer, template: str | None, only_completions: bool) -> dict[str, list[int]]:
     """The tokens of a conversation. `template`: marks the tokens of the answers; None: all tokens count but those of images.
 
     `processor`: of rows with images; else the tokenizer.

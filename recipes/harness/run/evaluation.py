@@ -62,8 +62,7 @@ def read_equally(trainer: Trainer, loader: DataLoader) -> DataLoader:
     args = trainer.args
     batches = EvaluationBatches(len(loader.dataset), args.eval_batch_size, args.world_size, args.process_index)
     names = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context")
-    settings = {name: getattr(loader, name) for name in names}
-    divided = DataLoader(loader.dataset, batch_sampler=batches, **settings)
+    divided = DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in names})
     return prepare_data_loader(
         divided,
         device=trainer.accelerator.device,
@@ -117,8 +116,7 @@ class Means:
             sizes = Sizes(self.answer_tokens, sizes.rows, self.answer_tokens)
         value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
         device = self.trainer.accelerator.device
-        numbers = [number.to(device, torch.float32) for number in (value, *sizes)]
-        self.steps.append(torch.stack(numbers))
+        self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))
 
     def gather(self, data: Any, **options: Any) -> Any:
         """Gathers predictions, those of a shared batch from one process."""

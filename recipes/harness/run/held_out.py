@@ -23,11 +23,7 @@ def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:
     datasets = trainer.eval_dataset
     if not isinstance(datasets, dict):
         datasets = {"": datasets}
-    tokenized = {}
-    for label, rows in datasets.items():
-        if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
-            tokenized[label] = rows
-    return tokenized
+    return {label: rows for label, rows in datasets.items() if isinstance(rows, Dataset) and "input_ids" in rows.column_names}
 
 
 def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None:
@@ -39,15 +35,8 @@ def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
     for row in conversations:
         text = json.dumps({name: row[name] for name in columns if name in row})
-        kept = {
-            "dataset": "",
-            "conversation": text,
-            "input_ids": row["input_ids"],
-            "labels": [],
-            "seq_lengths": [],
-            "images": row.get("images"),
-        }
-        rows.append(kept)
+        kept = {"dataset": "", "conversation": text, "input_ids": row["input_ids"], "labels": [], "seq_lengths": []}
+        rows.append(kept | {"images": row.get("images")})
     with draft_of(Path(trainer.args.output_dir, HELD_OUT)) as draft:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
 

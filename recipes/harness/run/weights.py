@@ -24,12 +24,9 @@ class WeightsOfModel:
     """The weights that every checkpoint of a model must have. Made before the model is sharded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.trained = []  # names in the order in which the optimizer gets them
-        self.trained_values = 0
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                self.trained.append(name)
-                self.trained_values += weight.numel()
+        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+        self.trained = list(trained)  # in the order in which the optimizer gets them
+        self.trained_values = sum(trained.values())
         self.is_known = not is_of_another_library(model)  # whose files name weights otherwise
         self.is_of_transformers = isinstance(model, PreTrainedModel)
         self.adapter = model.active_adapters[0] if isinstance(model, PeftModel) else None
@@ -105,10 +102,7 @@ def shapes_of_files(checkpoint: Path) -> Shapes | None:
 def shapes_of_sharded_files(checkpoint: Path) -> Shapes:
     """The shapes of the weights in a sharded checkpoint, from its metadata."""
     entries = FileSystemReader(checkpoint / folder.SHARDED).read_metadata().state_dict_metadata
-    shapes = {}
-    for name, entry in entries.items():
-        shapes[name.removeprefix("model.")] = list(getattr(entry, "size", []))
-    return shapes
+    return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
 
 
 def are_converted(names: Iterable[str], saved: Shapes) -> bool:

@@ -155,8 +155,8 @@ def read(path: str) -> AccelerateConfig:
     values["replicas"] = keys.parallelism_config.parallelism_config_dp_replicate_size
     values["shards"] = keys.parallelism_config.parallelism_config_dp_shard_size
     values["gpu_ids"] = str(keys.gpu_ids).replace(" ", "").replace("all", "")
-    fields = [field.name for field in dataclasses.fields(AccelerateConfig)]
-    return AccelerateConfig(**{name: values[name] for name in fields if name in values})
+    names = AccelerateConfig.__dataclass_fields__.keys() & values.keys()
+    return AccelerateConfig(**{name: values[name] for name in names})
 
 
 def read_yaml(path: str, name: str) -> Any:

@@ -31,16 +31,16 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        place = ""
-        if not is_first_process():
+        is_first = is_first_process()
+        if not is_first:
             wait_for_end(3)  # if the first process fails too, it prints the message
-            place = f"process {os.environ['RANK']}: "
-        if is_first_process() or not (last_signal() or has_ended()):
+        if is_first or not (last_signal() or has_ended()):
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
             text = str(error).rpartition(f"{UserError.__module__}.UserError: ")[2]  # one of a loader's worker has its traceback
             message = printable(" ".join(text.split()))
             shown = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} …"
+            place = "" if is_first else f"process {os.environ['RANK']}: "
             print(f"error: {place}{shown}", file=sys.stderr, flush=True)
         record_end(2)
         sys.exit(2)
@@ -57,7 +57,7 @@ def one_message() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{type(error).__name__}: {last_line(error)} (--debug shows the traceback)") from error
+        raise UserError(f"{kind_and_line(error)} (--debug shows the traceback)") from error
 
 
 def die(message: str, code: int, is_of_one_process: bool = False, is_error: bool = True, is_final: bool = True) -> NoReturn:
@@ -70,8 +70,7 @@ def die(message: str, code: int, is_of_one_process: bool = False, is_error: bool
     if not prints:
         wait_for_end(3)
     if prints or not (last_signal() or has_ended()):
-        text = f"error: {message}" if is_error else f"{message[0].upper()}{message[1:].removesuffix('.')}."
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print(f"\n{'error' if is_error else 'warning'}: {message}", file=sys.stderr, flush=True)
     if is_final:
         record_end(code)
     os._exit(code)
@@ -87,6 +86,11 @@ def wait_for_end(seconds: float) -> None:
 def last_line(error: Exception | str) -> str:
     """The last line of an error's text: what libraries write before it is where it happened."""
     return (str(error).strip().splitlines() or [""])[-1][:300]
+
+
+def kind_and_line(error: Exception) -> str:
+    """ "ValueError: " and the last line of its text."""
+    return f"{type(error).__name__}: {last_line(error)}"
 
 
 def is_first_process() -> bool:

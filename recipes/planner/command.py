@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.hub import use_cache_if_unreachable
-from harness.messages import UserError, exit_on_user_error, last_line, plural
+from harness.messages import UserError, exit_on_user_error, kind_and_line, plural
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import physical_cores
 from harness.runs import GpuFeatures, Run
@@ -150,9 +150,7 @@ def simulate_quietly(
         with contextlib.redirect_stderr(messages):
             return simulate(run, flags, with_evaluation=with_evaluation, with_all_layers=with_all_layers)
     except Exception as error:
-        reason = (
-            f"{Path(run.recipe).name} cannot be simulated: {type(error).__name__}: {last_line(error)}. Rehearse it with --tiny"
-        )
+        reason = f"{Path(run.recipe).name} cannot be simulated: {kind_and_line(error)}. Rehearse it with --tiny"
         if isinstance(error, UserError):
             reason = str(error)
         if not optional:

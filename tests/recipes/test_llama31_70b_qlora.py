@@ -1,8 +1,6 @@
 """llama31_70b_qlora: conversations or texts, a 4-bit base model in host memory, a float32 adapter that names the base."""
 
-from types import SimpleNamespace
-
-from harness.model import loading, quantized
+from harness.model import loading
 from harness.runs import Run
 
 import pytest
@@ -73,10 +71,3 @@ def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
     loading.set_loading_options(*arguments[-2:], Run("a.py", any_config=True))
     LlamaForCausalLM.from_pretrained("some/model", device_map=None)
     assert loaded == [{"": "cpu"}]
-
-
-def test_model_on_a_gpu_before_it_is_sharded():
-    layer = SimpleNamespace(device=torch.device("cuda:0"), requires_grad=False)
-    model = SimpleNamespace(is_loaded_in_4bit=True, parameters=lambda: [layer], named_parameters=lambda: [("layer.0", layer)])
-    with pytest.raises(RuntimeError, match=r"layer\.0 is on a GPU before it is sharded"):
-        quantized.prepare_quantized_model(SimpleNamespace(model=model, is_fsdp_enabled=True))

@@ -97,7 +97,7 @@ def hide_saved_buffers(trainer: Any) -> list[tuple[Any, str]]:
     hidden = []
     for prefix, module in trainer.model.named_modules():
         for name, value in list(module.named_buffers(recurse=False)):
-            if (f"{prefix}.{name}" if prefix else name) in saved:
+            if f"{prefix}.{name}".removeprefix(".") in saved:
                 on_device = (
                     torch.empty_like(value, device=trainer.args.device) if value.is_meta else value.to(trainer.args.device)
                 )

@@ -7,15 +7,13 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from harness.messages import UserError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable)
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,10 @@ class Change:
     targets: tuple[str, ...]  # `module:Class.attribute`, or with the names of the parameters `module:function(a, b)`
 
 
-def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def changes(*targets: str) -> Callable[[F], F]:
     """Declares what a function changes or uses of a library. Its first call raises UserError if the library is different."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: F) -> F:
         """The function with the check before its first call; its attribute `change` is for the listing and its test."""
 
         @functools.cache
@@ -43,7 +41,7 @@ def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 )
 
         @functools.wraps(function)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
             check_library()
             return function(*args, **kwargs)
 
@@ -78,8 +76,6 @@ def expected_names() -> Iterator[None]:
 
 
 def _version(library: str) -> str:
-    if library in sys.stdlib_module_names:
-        return f"Python {sys.version.split()[0]}"
     try:
         return f"{library} {importlib.metadata.version(library)}"
     except importlib.metadata.PackageNotFoundError:

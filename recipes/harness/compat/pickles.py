@@ -2,12 +2,8 @@
 
 import pickle
 from collections.abc import Callable
+from pickle import _Unpickler as PythonUnpickler
 from typing import Any, ClassVar
-
-from harness.compat.guards import expected_names
-
-with expected_names():
-    from pickle import _Unpickler as PythonUnpickler
 
 
 class Refused(Exception):

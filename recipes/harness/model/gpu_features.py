@@ -49,8 +49,8 @@ def can_run_varlen() -> bool:
     """Whether PyTorch's FlashAttention runs on this machine's GPU. Not every build of PyTorch has it."""
     try:
         tokens = torch.zeros(8, 1, 8, dtype=torch.float16, device="cuda")
-        ends = torch.tensor([0, 8], device="cuda")
-        varlen_attn(tokens, tokens, tokens, ends.int(), ends.int(), 8, 8, window_size=(-1, 0))
+        ends = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+        varlen_attn(tokens, tokens, tokens, ends, ends, 8, 8, window_size=(-1, 0))
         torch.cuda.synchronize()
     except Exception:  # not built, no kernel for this GPU: each raises its own type
         return False

@@ -1,7 +1,6 @@
 """How the model is loaded: its dtype and what the trainer passes on; whether it fits the run."""
 
 import contextlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +73,6 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         model_args.dtype = dtype_of_products(training_args, "float32")
     set_attention(training_args, model_args, run)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
-        of_recipe = training_args.model_init_kwargs or {}
-        if isinstance(of_recipe, str):
-            of_recipe = json.loads(of_recipe)
         options = {
             "dtype": model_args.dtype,
             "revision": model_args.model_revision,
@@ -85,7 +81,7 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
             # memory, from where the trainer moves the model to the GPU; quantized weights are loaded onto the GPU.
             "device_map": None,
         }
-        training_args.model_init_kwargs = options | of_recipe
+        training_args.model_init_kwargs = options | (training_args.model_init_kwargs or {})
 
 
 def load_into_host_memory(load: Callable[..., PreTrainedModel], model_class: type, name: str, **options: Any) -> PreTrainedModel:
@@ -258,5 +254,8 @@ def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
 def linear_modules(model: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear modules but the output head, each once."""
     head = model.get_output_embeddings()
-    modules = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-    return list(dict.fromkeys(path.split(".")[-1] for path, module in modules.items() if module is not head))
+    names = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
+            names[path.split(".")[-1]] = None
+    return list(names)

@@ -213,22 +213,16 @@ def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def prepare_quantized_model(trainer: Trainer) -> None:
-    """Makes the adapter of a 4-bit model float32 while it computes in bf16, and checks that no GPU holds the whole model.
+    """Makes the adapter of a 4-bit model float32 while it computes in bf16.
 
     TRL casts the adapter to bf16, and Adam's moments with it; bf16 rounds away their decay of 0.1 % per step. Float32 costs
-    8 bytes more per trained parameter. Raises RuntimeError if the model is on a GPU before FSDP shards it.
+    8 bytes more per trained parameter.
     """
-    model = trainer.model
-    if not getattr(model, "is_loaded_in_4bit", False):
+    if not getattr(trainer.model, "is_loaded_in_4bit", False):
         return
-    for weight in model.parameters():
+    for weight in trainer.model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
-    if not trainer.is_fsdp_enabled:
-        return
-    for name, weight in model.named_parameters():
-        if weight.device.type not in ("cpu", "meta"):
-            raise RuntimeError(f"{name} is on a GPU before it is sharded, and perhaps the whole model: load it into host memory")
 
 
 def install_byte_check(model: torch.nn.Module) -> None:
@@ -246,19 +240,17 @@ def install_byte_check(model: torch.nn.Module) -> None:
     if not loaded:
         return
     torch.compiler.set_stance("force_eager")  # compiled layers contain the hooks, and would call them again after their removal
-    kept = []
 
     def compare(module: torch.nn.Module, inputs: tuple) -> None:
-        hooks[module].remove()
+        hooks.pop(module).remove()
         if _digest(module.weight) != loaded[module]:
             raise RuntimeError(
                 "sharding changed the 4-bit weights: their storage was cast or its bits were not kept. "
                 "Use bnb_4bit_quant_storage float32 with mixed_precision 'no'"
             )
-        kept.append(module)
-        if len(kept) == len(loaded):
+        if not hooks:
             torch.compiler.set_stance("default")
-            print_once(f"Sharding kept the 4-bit weights: {len(kept)} compared byte for byte.")
+            print_once(f"Sharding kept the 4-bit weights: {len(loaded)} compared byte for byte.")
 
     hooks = {module: module.register_forward_pre_hook(compare) for module in loaded}
 

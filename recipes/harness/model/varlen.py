@@ -64,10 +64,10 @@ def attend_within_documents(
     if device == "cpu" and type(query) is torch.Tensor:  # not a fake tensor of --plan
         output = attend_on_cpu(*tokens, cu_seq_lens_q, scaling, window)
     else:
-        ends = cu_seq_lens_q
-        longest = max_length_q
-        output = varlen_attn(*tokens, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
-    return output[None, :, :, :size], None
+        output = varlen_attn(
+            *tokens, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window, enable_gqa=True
+        )
+    return output[None, ..., :size], None
 
 
 def mask_between_documents(

@@ -94,11 +94,8 @@ def _make_once(folder: Path, name: str, revision: str, student: Path | None = No
 
 def print_notice(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Prints what a rehearsal replaces."""
-    parts = []
-    if model_args.model_name_or_path:
-        parts.append(f"a two-layer model with random weights instead of {model_args.model_name_or_path}")
-    if teacher := getattr(training_args, "teacher_model_name_or_path", None):
-        parts.append(f"another one instead of {teacher}")
+    models = [model_args.model_name_or_path, getattr(training_args, "teacher_model_name_or_path", None)]
+    parts = [f"a two-layer model with random weights instead of {name}" for name in models if name]
     for source in data.sources:
         if source.name in DATASETS:
             parts.append(f"Python's documentation instead of {source.name}")

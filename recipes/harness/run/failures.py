@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.messages import DEBUG_VARIABLE, UserError, die, last_line, print_once
+from harness.messages import DEBUG_VARIABLE, UserError, die, kind_and_line, last_line, print_once
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
@@ -38,7 +38,7 @@ def raise_if_of_reward(error: Exception, trainer: Any) -> None:
     places = [f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})" for frame in frames if frame.name in names]
     hint = folder.resume_hint(Path(trainer.args.output_dir)) if trainer.state.global_step else ""
     raise UserError(
-        f"the reward function {', '.join(places or names)} fails: {type(error).__name__}: {last_line(error)} (--debug shows the "
+        f"the reward function {', '.join(places or names)} fails: {kind_and_line(error)} (--debug shows the "
         f"traceback). It must accept **others, and return a list with one number for each completion. {hint}"
     ) from error
 
@@ -58,7 +58,7 @@ def raise_if_of_library(error: Exception, recipe: str) -> None:
     libraries = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
     if own and frames[-1].filename.startswith(libraries):
         place = f"{Path(recipe).name}, line {own[-1]}"
-        raise UserError(f"{place}: {type(error).__name__}: {last_line(error)} (--debug shows the traceback)") from error
+        raise UserError(f"{place}: {kind_and_line(error)} (--debug shows the traceback)") from error
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def only_report(what: str) -> Iterator[None]:
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        print_once(f"warning: {what} failed, the model is saved: {type(error).__name__}: {last_line(error)}")
+        print_once(f"warning: {what} failed, the model is saved: {kind_and_line(error)}")
 
 
 @contextlib.contextmanager

@@ -37,17 +37,18 @@ class Candidate(NamedTuple):
 
 def choose(machine: Machine, grid: Grid, simulate: Simulate, count: int = 3) -> list[Candidate]:
     """The fastest option and `count` - 1 runners-up; [] if nothing fits. Raises UserError if every option was refused."""
-    first = [options[0] for options in grid.settings.values()]
-    smallest = dict(zip(first, simulate(first), strict=True))
-    refused = [one.reason for one in smallest.values() if isinstance(one, Refused)]
-    if len(refused) == len(first):
-        raise UserError(refused[0])
-    larger = [
-        larger_options(machine.card, grid.settings[option.setting], one)
-        for option, one in smallest.items()
-        if isinstance(one, Simulation)
-    ]
-    return sorted(try_larger(machine, larger, possible(machine, smallest), simulate), key=by_seconds)[:count]
+    settings = list(grid.settings.values())
+    first = [options[0] for options in settings]
+    simulated = simulate(first)
+    larger = []
+    for options, smallest in zip(settings, simulated, strict=True):
+        if isinstance(smallest, Simulation):
+            larger.append(larger_options(machine.card, options, smallest))
+    if not larger:
+        raise UserError(simulated[0].reason)
+    fitting = possible(machine, first, simulated)
+    candidates = try_larger(machine, larger, fitting, simulate)
+    return sorted(candidates, key=by_seconds)[:count]
 
 
 def larger_options(card: Card, options: list[Option], smallest: Simulation) -> list[tuple[float, Option]]:
@@ -56,15 +57,17 @@ def larger_options(card: Card, options: list[Option], smallest: Simulation) -> l
     Before each about the seconds of a step, which starts fewer kernels, and moves weights less often.
     """
     found = []
+    step = smallest.step
     for option in options[1:]:
         times = option.micro_batch / smallest.micro_batch
         peak = max(fixed + growing * times for fixed, growing in smallest.hull)
         if option is options[-1]:  # if a step is one micro-batch, there are no gradients of earlier ones
             peak -= 2 * smallest.peak.by_holder.get("gradients", 0)
         if memory.fits(with_margin(card), smallest, peak):
-            moved = {kind: size / times for kind, size in smallest.step.moved.items()}
-            step = dataclasses.replace(smallest.step, moved=moved, launches=smallest.step.launches / times)
-            found.append((step_seconds(card, dataclasses.replace(smallest, step=step)), option))
+            moved = {kind: size / times for kind, size in step.moved.items()}
+            fewer = dataclasses.replace(step, moved=moved, launches=step.launches / times)
+            larger = dataclasses.replace(smallest, step=fewer)
+            found.append((step_seconds(card, larger), option))
     return found
 
 
@@ -75,21 +78,29 @@ def try_larger(
     candidates = list(candidates)
     while True:
         fastest = min(map(by_seconds, candidates), default=math.inf)
-        promising = [options for options in settings if options and options[-1][0] <= CLOSE * fastest]
-        promising = sorted(promising, key=operator.itemgetter(-1))[:SIDE_BY_SIDE]
+        promising = []
+        for options in settings:
+            if options and options[-1][0] <= CLOSE * fastest:
+                promising.append(options)
+        promising.sort(key=operator.itemgetter(-1))
+        promising = promising[:SIDE_BY_SIDE]
         if not promising:
             return candidates
         tried = [options.pop()[1] for options in promising]
         for options, option, found in zip(promising, tried, simulate(tried), strict=True):
-            if fitting := possible(machine, {option: found}):
+            if fitting := possible(machine, [option], [found]):
                 candidates += fitting
                 options.clear()
 
 
-def possible(machine: Machine, found: dict[Option, Simulation | Refused]) -> list[Candidate]:
+def possible(machine: Machine, options: list[Option], simulated: list[Simulation | Refused]) -> list[Candidate]:
     """Those that fit the machine."""
-    fitting = {option: one for option, one in found.items() if is_possible(machine, one)}
-    return [Candidate(option, one, step_seconds(machine.card, one)) for option, one in fitting.items()]
+    fitting = []
+    for option, found in zip(options, simulated, strict=True):
+        if is_possible(machine, found):
+            seconds = step_seconds(machine.card, found)
+            fitting.append(Candidate(option, found, seconds))
+    return fitting
 
 
 def weigh_compiling(
@@ -114,13 +125,16 @@ def weigh_compiling(
     if isinstance(same, Refused):
         return [], f"{LEFT_OUT} {same.reason}."
     larger = larger_options(machine.card, compiled, same)
-    fitting = try_larger(machine, [larger], possible(machine, {compiled[0]: same}), simulate)
+    candidates = possible(machine, compiled[:1], [same])
+    fitting = try_larger(machine, [larger], candidates, simulate)
     if not fitting:
         return [], f"{LEFT_OUT} it would need more memory than there is."
     fastest = min(fitting, key=by_seconds)
     steps = count_steps(fastest.simulation)
     saved = steps * (best.seconds - fastest.seconds)
-    if steps < 1 or saved <= COMPILING:
-        length = f"in {steps:,} steps it would save {max(0.0, saved):.0f} s" if steps > 0 else "the number of steps is not known"
-        return [], f"{LEFT_OUT} {length}, and compiling takes about {COMPILING:.0f} s."
-    return [fastest], f"--torch_compile true saves {saved:.0f} s in {steps:,} steps; compiling takes about {COMPILING:.0f} s."
+    compiling = f"compiling takes about {COMPILING:.0f} s."
+    if steps < 1:
+        return [], f"{LEFT_OUT} the number of steps is not known, and {compiling}"
+    if saved <= COMPILING:
+        return [], f"{LEFT_OUT} in {steps:,} steps it would save {max(0.0, saved):.0f} s, and {compiling}"
+    return [fastest], f"--torch_compile true saves {saved:.0f} s in {steps:,} steps; {compiling}"

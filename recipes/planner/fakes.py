@@ -1,4 +1,4 @@
-"""What a simulation replaces: tensors without memory, the other processes, CUDA's kernels, loading, 4-bit layers.
+"""What a simulation replaces: tensors without memory, the other processes, CUDA's kernels, loading.
 
 The tensors are torch's fake tensors on the CPU device: on a machine without a GPU, torch runs no backward pass on fake CUDA
 tensors. The CPU has other kernels, which keep other tensors for backward; those that matter are replaced by what CUDA runs.
@@ -16,19 +16,16 @@ from typing import Any
 from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
 from harness.run.sharding import local_tensor
+from planner.attention import flash_workspace
 from planner.ledger import VARLEN_BACKWARD, Ledger, tensors_in
+from planner.quantized import quantize
 
-import bitsandbytes
 import torch
-from transformers import BitsAndBytesConfig
 from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import AutoHfQuantizer
 
 with expected_names():
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-BLOCK_SIZE = 64  # weights with a common scale, in 4 bits
 # Operators that CUDA's autocast computes in float32 and the CPU's does not (PyTorch's page on torch.amp lists both).
 FLOAT32_OPERATORS = (
     "layer_norm",
@@ -157,7 +154,9 @@ def give_fake_tensors_values(mode: Mode) -> None:
     def value_of(tensor: torch.Tensor) -> bool | int | float:
         if tensor.dtype is torch.bool:
             return True
-        return 1.0 if tensor.is_floating_point() else 1
+        if tensor.is_floating_point():
+            return 1.0
+        return 1
 
     def item(tensor: torch.Tensor) -> bool | int | float:
         return value_of(tensor) if type(tensor) is kind else original_item(tensor)
@@ -248,10 +247,10 @@ def load_models_from_config(fakes: Fakes) -> None:
         device_map: Any = None,
         **options: Any,
     ) -> Any:
-        if device_map is None:  # quantized weights are loaded onto the GPU, others are moved there later
-            place = "host" if quantization_config is None else "gpu"
-        else:  # a device that is not named by a text is the training's, see `count_moves`
-            place = "host" if device_map == {"": "cpu"} else "gpu"
+        place = "gpu"  # a device that is not named by a text is the training's, see `count_moves`
+        is_moved_later = device_map is None and quantization_config is None
+        if is_moved_later or device_map == {"": "cpu"}:
+            place = "host"
         with fakes.mode:
             model = build_from_config(model_class, name, None, config, revision, dtype, attn_implementation)
             if quantization_config is not None:
@@ -496,20 +495,6 @@ def _run_in_float32(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
 
-def flash_workspace(query: torch.Tensor, key: torch.Tensor, documents: int) -> int:
-    """Bytes that the backward pass of FlashAttention-2 allocates and releases (mha_varlen_bwd in torch's flash_api.cpp).
-
-    The gradient of the queries and a sum for each row of scores in float32, with 128 rows more per document; and the gradients
-    of keys and values for every query head, if heads share them.
-    """
-    heads = query.shape[1]
-    size = query.shape[-1]
-    multiple = 32 if size <= 128 else 64
-    rows = query.numel() // heads // size + 128 * documents
-    of_shared_heads = 2 * query.nbytes if key.shape[1] != heads else 0
-    return 4 * rows * heads * (-(-size // multiple) * multiple + 1) + of_shared_heads
-
-
 def attention_as_on_cuda(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -531,10 +516,11 @@ def attention_as_on_cuda(
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-        if attn_mask.shape[-1] % 8:
-            padding = 8 - attn_mask.shape[-1] % 8
-            attn_mask = torch.nn.functional.pad(attn_mask, (0, padding))[..., : attn_mask.shape[-1]]
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        length = attn_mask.shape[-1]
+        if length % 8:
+            padded = torch.nn.functional.pad(attn_mask, (0, 8 - length % 8))
+            attn_mask = padded[..., :length]
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     keeps_logsumexp = torch.is_grad_enabled() and query.requires_grad
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, keeps_logsumexp, dropout_p, is_causal, scale=scale)[0]
@@ -602,76 +588,3 @@ def use_triton_loss(ledger: Ledger) -> None:
     for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
         function.forward = staticmethod(within_loss(function.forward))
         function.backward = staticmethod(within_loss(function.backward))
-
-
-def quantize(model: torch.nn.Module, settings: BitsAndBytesConfig, ledger: Ledger) -> None:
-    """Replaces linear layers by 4-bit ones, all but the head, as transformers does."""
-    head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module) in (torch.nn.Linear, Conv1D) and module is not head:
-            rows, columns = module.weight.shape if type(module) is torch.nn.Linear else module.weight.shape[::-1]
-            model.set_submodule(name, Linear4bit.of_size(rows, columns, module.bias, settings, ledger))
-    model.hf_quantizer = AutoHfQuantizer.from_config(settings)  # the Trainer asks it whether the model can be trained
-    model.is_loaded_in_4bit = model.is_quantized = True
-    model.config.quantization_config = settings
-
-
-class Linear4bit(bitsandbytes.nn.Linear4bit):
-    """A 4-bit layer whose weight is a plain tensor: bitsandbytes' own kind of parameter cannot be fake."""
-
-    @classmethod
-    def of_size(
-        cls, rows: int, columns: int, bias: torch.Tensor | None, settings: BitsAndBytesConfig, ledger: Ledger
-    ) -> "Linear4bit":
-        """A layer of this size, with tensors as large as bitsandbytes' packed weight and the scales of its blocks."""
-        layer = cls.__new__(cls)
-        torch.nn.Module.__init__(layer)
-        layer.in_features = columns
-        layer.out_features = rows
-        layer.bias = bias
-        layer.ledger = ledger
-        layer.compute_dtype = settings.bnb_4bit_compute_dtype
-        layer.compute_type_is_set = True
-        storage = settings.bnb_4bit_quant_storage
-        layer.is_nested = settings.bnb_4bit_use_double_quant
-        packed = torch.empty(rows * columns // 2 // storage.itemsize, 1, dtype=storage)
-        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-        layer.weight.compress_statistics = layer.is_nested
-        layer.weight.quant_type = settings.bnb_4bit_quant_type
-        blocks = rows * columns // BLOCK_SIZE
-        kind = torch.uint8 if layer.is_nested else torch.float32
-        layer.register_buffer("scales", torch.empty(blocks, dtype=kind), persistent=False)
-        if layer.is_nested:
-            layer.register_buffer("scales_of_scales", torch.empty(-(-blocks // 256)), persistent=False)
-        return layer
-
-    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the product reads. Counts the bytes that bitsandbytes' kernels read and write to make it.
-
-        bitsandbytes 0.50, `dequantize_4bit` in functional.py and `_dequant_linear_fallback` in backends/cuda/ops.py: one kernel
-        reads the packed weight and a float32 scale for each of its blocks. With nested quantization, two more make these scales:
-        from bytes, and then an offset is added. (In forward, with at most 1,536 tokens and some sizes, a kernel multiplies
-        without unpacking: `_gemm_4bit_use_custom_cuda`.)
-        """
-        with self.ledger.within(holder="gathered"):  # it is as large for any micro-batch
-            weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
-        per_scale = 4 + (1 + 4 + 4 + 4 if self.is_nested else 0)
-        self.ledger.touched += weight.numel() // 2 + weight.numel() // BLOCK_SIZE * per_scale + weight.nbytes
-        return weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = Product4bit.apply(x.to(self.compute_dtype), self)
-        return (out if self.bias is None else out + self.bias.to(out.dtype)).to(x.dtype)
-
-
-class Product4bit(torch.autograd.Function):
-    """As bitsandbytes on a GPU, for more than a few rows: the weight is unpacked in forward, and again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Linear4bit) -> torch.Tensor:
-        ctx.layer = layer
-        return torch.nn.functional.linear(x, layer.unpacked(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient @ ctx.layer.unpacked(gradient.dtype), None

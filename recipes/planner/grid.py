@@ -109,11 +109,15 @@ def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[st
             continue
         if config.is_hybrid and (config.replicas, config.shards) != (nodes, gpus):
             continue
-        if (config.num_machines > 1 and nodes == 1) or (config.mixed_precision == "no" and not is_4bit):
+        if config.num_machines > 1 and nodes == 1:
+            continue
+        if config.mixed_precision == "no" and not is_4bit:
             continue
         if config.mixed_precision == "fp16" and card.bf16:
             continue
-        if (config.num_processes > 1) if processes == 1 else (config.distributed_type == "NO"):
+        if processes == 1 and config.num_processes > 1:
+            continue
+        if processes > 1 and config.distributed_type == "NO":
             continue
         # A 4-bit model computes in the dtype it is loaded in, with FSDP's bf16 and without.
         precision = "no" if is_4bit and config.is_fsdp and config.mixed_precision == "bf16" else config.mixed_precision

@@ -15,14 +15,25 @@ SMALL = 2**20  # bytes
 
 def equal_layers(model: torch.nn.Module) -> torch.nn.ModuleList | None:
     """The list of a model's layers, None unless it is the only long one and all of its layers are alike."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) >= FEWEST]
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if len(lists) != 1 or len(set(kinds)) > 1:
+    lists = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) >= FEWEST:
+            lists.append(module)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    if len(lists) != 1 or len(set(kinds or [])) > 1:
         return None
-    shapes = []
-    for layer in lists[0]:
-        shapes.append([(name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in layer.named_parameters()])
-    return lists[0] if all(of_layer == shapes[0] for of_layer in shapes) else None
+    (layers,) = lists
+    first = weights_of(layers[0])
+    for layer in layers:
+        if weights_of(layer) != first:
+            return None
+    return layers
+
+
+def weights_of(layer: torch.nn.Module) -> list[tuple]:
+    """What is compared of two layers."""
+    weights = layer.named_parameters()
+    return [(name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in weights]
 
 
 def extend(few: dict[tuple, Held], more: dict[tuple, Held], added: int) -> dict[tuple, Held]:
@@ -33,9 +44,15 @@ def extend(few: dict[tuple, Held], more: dict[tuple, Held], added: int) -> dict[
     extended = {}
     for kind in few.keys() & more.keys():
         held = more[kind]
-        pairs = {name: (few[kind].by_holder.get(name, 0), size) for name, size in held.by_holder.items()}
-        if all(fewer - size < SMALL for fewer, size in pairs.values()):
-            extended[kind] = held._replace(by_holder={name: linear(*pair, added) for name, pair in pairs.items()})
+        sizes = few[kind].by_holder
+        larger = {}
+        needs_less = False
+        for name, size in held.by_holder.items():
+            fewer = sizes.get(name, 0)
+            larger[name] = linear(fewer, size, added)
+            needs_less |= fewer - size >= SMALL
+        if not needs_less:
+            extended[kind] = held._replace(by_holder=larger)
     return extended
 
 

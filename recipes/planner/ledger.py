@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from harness.compat.guards import changes, expected_names
-from planner.attention_flops import flops_of_solve, flops_of_varlen, flops_of_varlen_backward
+from planner.attention import flops_of_solve, flops_of_varlen, flops_of_varlen_backward
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -80,9 +80,9 @@ class Peak:
 class Counts:
     """What was computed and moved."""
 
-    flops: dict[str, float]  # by dtype
-    moved: dict[str, float]  # bytes by kind of collective or copy
-    touched: float  # bytes that all other operators read and write on the GPU
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # by dtype
+    moved: dict[str, float] = dataclasses.field(default_factory=dict)  # bytes by kind of collective or copy
+    touched: float = 0  # bytes that all other operators read and write on the GPU
     launches: float = 0  # kernels that the host starts on the GPU
 
 
@@ -124,17 +124,18 @@ class Ledger(TorchDispatchMode):
         """Runs an operator on fake tensors, and counts its outputs, its FLOPs, and the bytes that it moves or touches."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local tensor comes next
+        kwargs = kwargs or {}
         is_cast = func is torch.ops.aten._to_copy.default
-        if self.is_fused and is_cast and (earlier := self._casts_of(args[0]).get(key_of_cast(args[0], kwargs))) is not None:
-            return earlier.detach()
-        result = func(*args, **kwargs or {})
+        if self.is_fused and is_cast:
+            earlier = self._casts_of(args[0]).get(key_of_cast(args[0], kwargs))
+            if earlier is not None:
+                return earlier.detach()
+        result = func(*args, **kwargs)
         is_view = func.is_view or func is torch.ops.aten._unsafe_view.default
         if self.paused or is_view or func.namespace == "prim":
             return result
         outputs = tensors_in((result,))
-        inputs = tensors_in(args)
-        if kwargs:
-            inputs += tensors_in(kwargs.values())
+        inputs = tensors_in((*args, *kwargs.values()))
         is_product = func.namespace != "aten" or func.overloadpacket in self.flop_counters
         is_within_kernel = self.is_fused and not is_product and "empty" not in func.name()
         if self.is_fused and is_product:
@@ -142,11 +143,13 @@ class Ledger(TorchDispatchMode):
                 self.write(tensor)
         if func.namespace == "fsdp":
             self._label_fsdp(func.name(), outputs + inputs)
-        is_cast_of_weight = is_cast and self.holder_of(inputs[0]) == "weights"
+        holder = None
+        if is_cast and self.holder_of(inputs[0]) == "weights":
+            holder = "gathered"
         for tensor in outputs:
             is_unwritten = is_within_kernel and squeezed(tensor) not in self.weight_shapes
-            self.see(tensor, "gathered" if is_cast_of_weight else None, is_unwritten)
-            self._storages[tensor.untyped_storage()].is_product |= is_product
+            entry = self.see(tensor, holder, is_unwritten)
+            entry.is_product |= is_product
         if count_workspace := self.workspaces.get(func.overloadpacket):
             self.spike(count_workspace(*args), holder="activations")
         if is_within_kernel:
@@ -156,16 +159,18 @@ class Ledger(TorchDispatchMode):
             if is_cast:
                 self._casts_of(args[0])[key_of_cast(args[0], kwargs)] = result
         else:
-            self._count(func, args, kwargs or {}, result, outputs + inputs)
+            self._count(func, args, kwargs, result, outputs + inputs)
         return result
 
     def _label_fsdp(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Sets what the tensors of one of FSDP's own operators are for: gathered weights, or gradients to reduce."""
+        holder = "gathered"
+        if "chunk_cat" in name:
+            holder = "gradients"
         for tensor in tensors:
-            self.see(tensor)
-            entry = self._storages[tensor.untyped_storage()]
+            entry = self.see(tensor)
             if entry.holder in FOUND_LATER:
-                entry.holder = "gradients" if "chunk_cat" in name else "gathered"
+                entry.holder = holder
 
     def _count(self, func: Any, args: tuple, kwargs: dict, result: Any, tensors: list[torch.Tensor]) -> None:
         """Counts the bytes of a collective, and the FLOPs or the touched bytes of an operator."""
@@ -176,7 +181,8 @@ class Ledger(TorchDispatchMode):
         if kind and namespace not in ("aten", "fsdp"):
             self.moved[kind] += max(sizes, default=0)
         if count_flops := self.flop_counters.get(func.overloadpacket):
-            self.flops[str(tensors_in(args)[0].dtype)] += count_flops(*args, **kwargs, out_val=result)
+            first = tensors_in(args)[0]
+            self.flops[str(first.dtype)] += count_flops(*args, **kwargs, out_val=result)
             self.launches += 1
             if self.is_bound_by_memory:
                 self.touched += sum(sizes)
@@ -187,65 +193,79 @@ class Ledger(TorchDispatchMode):
     def _count_kernel(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Counts the bytes of an operator that is a part of a fused kernel: new inputs, and outputs that are in memory."""
         for tensor in inputs:
-            self.see(tensor)
-            entry = self._storages[tensor.untyped_storage()]
+            entry = self.see(tensor)
             if not entry.is_unwritten and entry not in self._read:
                 self._read.add(entry)
                 self.touched += tensor.nbytes
-        written = [out.nbytes for out in outputs if not self._storages[out.untyped_storage()].is_unwritten]
-        self.touched += sum(written)
-        self.launches += len(written)
+        for tensor in outputs:
+            if not self.see(tensor).is_unwritten:
+                self.touched += tensor.nbytes
+                self.launches += 1
 
     def _casts_of(self, tensor: torch.Tensor) -> weakref.WeakValueDictionary:
         """The casts of a tensor's storage in fused layers, which make none twice."""
-        self.see(tensor)
-        entry = self._storages[tensor.untyped_storage()]
+        entry = self.see(tensor)
         if entry.casts is None:
             entry.casts = weakref.WeakValueDictionary()
         return entry.casts
 
     def _keep_sources(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         """Keeps that in memory from which a backward pass computes an unwritten tensor again, or writes it if it is smaller."""
-        entry = self._storages[tensor.untyped_storage()]
+        entry = self.see(tensor)
         if not entry.is_unwritten:
             return
         for source in inputs:
-            of_source = self._storages.get(source.untyped_storage())
+            storage = source.untyped_storage()
+            of_source = self._storages.get(storage)
             if of_source and of_source.is_unwritten:
                 entry.sources |= of_source.sources
             else:
-                entry.sources.add(source.untyped_storage())
-        products = [source.nbytes() for source in entry.sources if source in self._storages and self._storages[source].is_product]
+                entry.sources.add(storage)
+        products = []
+        for storage in entry.sources:
+            of_source = self._storages.get(storage)
+            if of_source and of_source.is_product:
+                products.append(storage.nbytes())
         if torch.is_grad_enabled() and len(products) > 1 and sum(products) > tensor.untyped_storage().nbytes():
             self.write(tensor)  # such as the sum of a layer and its adapter
 
     def write(self, tensor: torch.Tensor) -> None:
         """Ends a fused kernel, which writes this tensor if no kernel has."""
         self._read.clear()
-        entry = self._storages.get(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        entry = self._storages.get(storage)
         if entry and entry.is_unwritten:
+            size = storage.nbytes()
             entry.is_unwritten = False
             entry.sources.clear()
-            self._record(entry, tensor.untyped_storage().nbytes())
-            self.touched += tensor.untyped_storage().nbytes()
+            self._record(entry, size)
+            self.touched += size
             self.launches += 1
 
-    def see(self, tensor: torch.Tensor, holder: str | None = None, is_unwritten: bool = False) -> None:
-        """Records a tensor's storage unless it is known. `is_unwritten`: it takes no memory until `write`."""
+    def see(self, tensor: torch.Tensor, holder: str | None = None, is_unwritten: bool = False) -> Storage:
+        """Records a tensor's storage unless it is known; returns its entry. `is_unwritten`: it takes no memory until `write`."""
         storage = tensor.untyped_storage()
         if storage in self._storages:
-            return
+            return self._storages[storage]
         if holder is None:
-            holder = self.holder
-            of_head = self.vocabulary and tensor.dim() > 1
-            if holder == "activations" and of_head and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1):
-                holder = "loss"
-            elif holder == "loss" and of_head and tensor.shape[0] == self.vocabulary:  # it does not grow with the micro-batch
-                holder = "gradients"
-        entry = self._storages[storage] = Storage(0, self.place, holder, is_unwritten=is_unwritten)
+            holder = self._holder_of_new(tensor)
+        entry = Storage(0, self.place, holder, is_unwritten=is_unwritten)
+        self._storages[storage] = entry
         if not is_unwritten:
             self._record(entry, storage.nbytes())
         weakref.finalize(storage, self._record, entry, 0).atexit = False
+        return entry
+
+    def _holder_of_new(self, tensor: torch.Tensor) -> str:
+        """The label of the block around, but for logits and what follows from them."""
+        size = self.vocabulary
+        if not size or tensor.dim() < 2:
+            return self.holder
+        if self.holder == "activations" and tensor.shape[-1] in (size, size + 1):
+            return "loss"
+        if self.holder == "loss" and tensor.shape[0] == size:  # it does not grow with the micro-batch
+            return "gradients"
+        return self.holder
 
     def _record(self, entry: Storage, size: int) -> None:
         asked = size
@@ -258,14 +278,16 @@ class Ledger(TorchDispatchMode):
 
     def holder_of(self, tensor: torch.Tensor) -> str | None:
         entry = self._storages.get(tensor.untyped_storage())
-        return entry and entry.holder
+        if entry:
+            return entry.holder
+        return None
 
     def mark(self, tensor: torch.Tensor, holder: str | None = None, place: str | None = None) -> None:
         """Sets what a tensor is for, and where it is from now on."""
         with self.within(place=place):
-            self.see(tensor)
-        entry = self._storages[tensor.untyped_storage()]
-        entry.holder = holder or entry.holder
+            entry = self.see(tensor)
+        if holder:
+            entry.holder = holder
         if place and place != entry.place:
             size = entry.size
             self._record(entry, 0)
@@ -274,8 +296,7 @@ class Ledger(TorchDispatchMode):
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Makes the memory of a tensor on the host pinned memory."""
-        self.see(tensor)
-        entry = self._storages[tensor.untyped_storage()]
+        entry = self.see(tensor)
         entry.is_pinned = True
         self._record(entry, tensor.untyped_storage().nbytes())
 
@@ -336,11 +357,12 @@ class Ledger(TorchDispatchMode):
                 continue
             part += event.moment != moment
             moment = event.moment
-            size = sum(holders.values())
+            now = sum(holders.values())
             for more in (0, LARGER * growing_bytes(holders)):
                 kind = (part, event.place, event.storage.holder, event.asked, bool(more))
-                if size + more > sizes.get(kind, -1):
-                    sizes[kind] = size + more
+                size = now + more
+                if size > sizes.get(kind, -1):
+                    sizes[kind] = size
                     found[kind] = Held(moment, event.place, dict(holders))
         return found
 
@@ -358,8 +380,9 @@ class Ledger(TorchDispatchMode):
             if event.place == "gpu":
                 held[event.storage.holder] += event.change
                 stretch = number // length
-                if sum(held.values()) > tops[stretch]:
-                    tops[stretch] = sum(held.values())
+                size = sum(held.values())
+                if size > tops[stretch]:
+                    tops[stretch] = size
                     largest[stretch] = event.moment, dict(held)
         return list(largest.values())
 
@@ -373,8 +396,11 @@ def peaks_of(found: Iterable[Held], place: str) -> dict[str, Peak]:
     """The peak of every moment."""
     peaks: dict[str, Peak] = {}
     for held in found:
+        if held.place != place:
+            continue
         size = sum(held.by_holder.values())
-        if held.place == place and (held.moment not in peaks or size > peaks[held.moment].bytes):
+        earlier = peaks.get(held.moment)
+        if earlier is None or size > earlier.bytes:
             peaks[held.moment] = Peak(size, held.by_holder)
     return peaks
 
@@ -385,7 +411,8 @@ def hull_of(found: Iterable[Held]) -> list[tuple[int, int]]:
     for held in found:
         if held.place == "gpu" and held.moment not in ("load", "first step"):
             growing = growing_bytes(held.by_holder)
-            pairs.add((sum(held.by_holder.values()) - growing, growing))
+            fixed = sum(held.by_holder.values()) - growing
+            pairs.add((fixed, growing))
     hull: list[tuple[int, int]] = []
     for fixed, growing in sorted(pairs, reverse=True):
         if not hull or growing > hull[-1][1]:
@@ -414,9 +441,9 @@ def watch_resize(ledger: Ledger) -> Callable[[], None]:
     return restore
 
 
-def key_of_cast(tensor: torch.Tensor, options: dict | None) -> tuple:
+def key_of_cast(tensor: torch.Tensor, options: dict) -> tuple:
     """Equal for casts of a storage that have the same result."""
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), *sorted((options or {}).items())
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), *sorted(options.items())
 
 
 def squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -477,4 +504,6 @@ def combine_counts(one: Counts, other: Counts, combine: Callable[[float, float],
 
     flops = combine_all(one.flops, other.flops)
     moved = combine_all(one.moved, other.moved)
-    return Counts(flops, moved, combine(one.touched, other.touched), combine(one.launches, other.launches))
+    touched = combine(one.touched, other.touched)
+    launches = combine(one.launches, other.launches)
+    return Counts(flops, moved, touched, launches)

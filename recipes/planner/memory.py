@@ -32,8 +32,10 @@ def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
     for size in groups:
         if size > 1 and not has_nvlink:
             total += NCCL_BUFFERS
-        elif size > 1:
-            total += NVLINK_BUFFERS if size > 2 else NVLINK_BUFFERS_OF_TWO
+        elif size > 2:
+            total += NVLINK_BUFFERS
+        elif size == 2:
+            total += NVLINK_BUFFERS_OF_TWO
     return total
 
 
@@ -58,9 +60,12 @@ def needed_host_memory(simulation: Simulation) -> float:
     per_node = simulation.processes // simulation.nodes
     loading = 0
     if "load" in simulation.host_peaks:
-        loading = simulation.copies * max(0, simulation.host_peaks["load"].bytes - simulation.quantized)
+        loaded = simulation.host_peaks["load"].bytes
+        loading = simulation.copies * max(0, loaded - simulation.quantized)
     training = max((peak.bytes for moment, peak in simulation.host_peaks.items() if moment != "load"), default=0)
-    saving = 0 if simulation.is_adapter else 4 * simulation.parameters  # gathered on the first process, in float32
+    saving = 0
+    if not simulation.is_adapter:
+        saving = 4 * simulation.parameters  # gathered on the first process, in float32
     return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)
 
 

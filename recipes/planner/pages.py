@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.batches import too_few_steps
 from harness.commands.report import print_table
+from harness.messages import plural
 from planner import cards
 from planner.hardware import host_memory
 from planner.memory import fits, reserve
@@ -57,31 +58,37 @@ def holders_of(plan: dict[str, Any]) -> dict[str, str]:
 
 def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
     """One plan, from memory to time, on the wanted cards and the first one on which the run fits."""
-    need = plan["peak_gpu_gb"] + plan["reserve_gb"]
-    gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
+    peak = plan["peak_gpu_gb"]
+    margin = plan["reserve_gb"]
+    gpus = plural(plan["processes"], "GPU")
     print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
-    print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB margin = {need:.1f} GB per GPU")
+    print(f"GPU memory   {peak:.1f} GB peak + {margin:.1f} GB margin = {peak + margin:.1f} GB per GPU")
     for holder, description in holders_of(plan).items():
         if size := plan["holders"].get(holder):
             print(f"             {size:7.2f}  {description}")
-    peak = max(plan["moments"], key=plan["moments"].get)
-    print("by phase     " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()) + f"; peak in {peak}")
+    moments = plan["moments"]
+    phases = ", ".join(f"{moment} {size:.1f}" for moment, size in moments.items())
+    print(f"by phase     {phases}; peak in {max(moments, key=moments.get)}")
     print(f"host memory  {plan['peak_host_gb']:.0f} GB per node (this machine has {host_memory() / cards.GB:.0f})")
     print(f"disk         {plan['disk_gb']:.0f} GB (free here: {shutil.disk_usage('.').free / cards.GB:.0f})")
     moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
     print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
-    seconds = plan["kernels_per_step"] * cards.LAUNCH
-    print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {seconds:.2f} s")
+    kernels = plan["kernels_per_step"]
+    print(f"             {kernels:,} kernels, which a host starts in {kernels * cards.LAUNCH:.2f} s")
     if plan["generation"]:
         print_generation(plan["generation"])
     print(f"the run      {describe_length(plan)}\n")
     rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "time")]
-    shown = [name for name in plan["fits"] if name in wanted or name == first_that_fits(plan)]
-    for name in shown:
-        rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *describe_speed(plan, name)))
+    waiting = []
+    for name, is_enough in plan["fits"].items():
+        if name not in wanted and name != first_that_fits(plan):
+            continue
+        largest = str(plan["largest_micro_batch"][name])
+        rows.append((name, describe_fit(plan, name), largest, *describe_speed(plan, name)))
+        if is_enough and waits_for_host(plan, name):
+            waiting.append(name)
     print_table(rows)
     print(f"For all {len(plan['fits'])} GPUs that --plan knows, pass --json.")
-    waiting = [name for name in shown if plan["fits"][name] and waits_for_host(plan, name)]
     if waiting:
         print(f"\n{', '.join(waiting)} would wait for the host: {FEWER_KERNELS}.")
     print(f"\n{NOT_SIMULATED}")
@@ -102,7 +109,10 @@ def print_generation(generation: dict[str, Any]) -> None:
 
 def first_that_fits(plan: dict[str, Any]) -> str | None:
     """The first card on which a run fits, None if there is none."""
-    return next((name for name, is_enough in plan["fits"].items() if is_enough), None)
+    for name, is_enough in plan["fits"].items():
+        if is_enough:
+            return name
+    return None
 
 
 def print_side_by_side(plans: list[dict[str, Any]]) -> None:
@@ -111,10 +121,11 @@ def print_side_by_side(plans: list[dict[str, Any]]) -> None:
     for plan in plans:
         if "refused" not in plan:
             card = first_that_fits(plan) or "none"
-            sizes = plan["peak_gpu_gb"], plan["peak_gpu_gb"] + plan["reserve_gb"]
-            speed = f"{plan['tokens_per_second'].get(card, 0):,}"
+            peak = plan["peak_gpu_gb"]
+            need = f"{peak + plan['reserve_gb']:.1f}"
             host = f"{plan['peak_host_gb']:.0f}"
-            rows.append((plan["config"], str(plan["processes"]), *(f"{size:.1f}" for size in sizes), host, card, speed))
+            speed = f"{plan['tokens_per_second'].get(card, 0):,}"
+            rows.append((plan["config"], str(plan["processes"]), f"{peak:.1f}", need, host, card, speed))
     print_table(rows)
     for plan in plans:
         if "refused" in plan:
@@ -138,8 +149,8 @@ def print_choice(plan: dict[str, Any]) -> None:
         print(plan["proposals"])
         return
     here = plan["on_machine"]
-    gpus = f"{plan['processes']} × {plan['gpu']}"
-    print(f"{plan['recipe']} on {gpus} (forecast), chosen by the plan; the same by hand:\n\n    {plan['command']}\n")
+    print(f"{plan['recipe']} on {plan['processes']} × {plan['gpu']} (forecast), chosen by the plan; the same by hand:\n")
+    print(f"    {plan['command']}\n")
     rows = [("config and flags", "s per step", "slower", "GB per GPU with margin", "GB host")]
     for choice in plan["choices"]:
         rows.append(
@@ -154,7 +165,9 @@ def print_choice(plan: dict[str, Any]) -> None:
     print_table(rows)
     if plan["compiling"]:
         print(f"\n{plan['compiling']}")
-    length = f"; {plan['steps']:,} steps: {describe_time(here['hours'])}" if here["hours"] else ""
+    length = ""
+    if here["hours"]:
+        length = f"; {plan['steps']:,} steps: {describe_time(here['hours'])}"
     print(f"\n{here['tokens_per_second']:,} tokens/s{length}.")
     if plan["generation"]:
         print(f"{here['generating_seconds']:.1f} of {here['step_seconds']:.1f} s of a step generate texts.")
@@ -182,7 +195,9 @@ def describe_fit(plan: dict[str, Any], name: str) -> str:
     free = plan["free_gb"][name]
     if name not in plan["step_seconds"]:
         return "no bf16"
-    return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"
+    if plan["fits"][name]:
+        return f"yes, {free:.1f} GB free"
+    return f"no, {-free:.1f} GB missing"
 
 
 def describe_speed(plan: dict[str, Any], name: str) -> tuple[str, str, str]:
@@ -192,7 +207,10 @@ def describe_speed(plan: dict[str, Any], name: str) -> tuple[str, str, str]:
     seconds = f"{plan['step_seconds'][name]:.2f}"
     if plan["generation"]:
         seconds += f", {plan['generating_seconds'][name]:.2f} to generate"
-    return seconds, f"{plan['tokens_per_second'][name]:,}", describe_time(plan["hours"][name]) if plan["hours"] else ""
+    time = ""
+    if plan["hours"]:
+        time = describe_time(plan["hours"][name])
+    return seconds, f"{plan['tokens_per_second'][name]:,}", time
 
 
 def waits_for_host(plan: dict[str, Any], name: str) -> bool:
@@ -205,7 +223,9 @@ def describe_time(hours: float) -> str:
     """Hours in hours, minutes or seconds, whichever there is at least one of."""
     if hours >= 1:
         return f"{hours:,.1f} h"
-    return f"{60 * hours:.1f} min" if hours * 60 >= 1 else f"{3600 * hours:.1f} s"
+    if hours * 60 >= 1:
+        return f"{60 * hours:.1f} min"
+    return f"{3600 * hours:.1f} s"
 
 
 def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Path = Path("plan.png")) -> Path:

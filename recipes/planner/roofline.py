@@ -7,6 +7,7 @@ compute. With offload, what the GPU waits for is added: the work of the host, an
 """
 
 import dataclasses
+from collections import Counter
 
 from planner.cards import LAUNCH, LAUNCH_GENERATING, Card
 from planner.simulation import Simulation
@@ -37,38 +38,46 @@ def generating_seconds(card: Card, simulation: Simulation) -> float:
 def training_seconds(card: Card, simulation: Simulation, launch: float = LAUNCH) -> float:
     """Seconds of the forward and backward passes of a step, and of the optimizer. `launch`: of a kernel, by the host."""
     transfers, waiting = transfer_seconds(card, simulation)
-    return max(compute_seconds(card, simulation), transfers, simulation.step.launches * launch) + waiting
+    computing = compute_seconds(card, simulation)
+    starting = simulation.step.launches * launch
+    return max(computing, transfers, starting) + waiting
 
 
 def compute_seconds(card: Card, simulation: Simulation) -> float:
     """Seconds of compute on the GPU."""
-    flops = simulation.step.flops
-    single = flops.get("torch.float32", 0)
-    half = sum(flops.values()) - single
+    step = simulation.step
+    single = step.flops.get("torch.float32", 0)
+    half = sum(step.flops.values()) - single
     products = (half / card.half + single / card.single) / PRODUCT_RATE
-    others = simulation.step.touched / card.bandwidth / MEMORY_RATE
-    copies = simulation.step.moved.get("activations", 0) / card.pcie  # on the stream that computes
+    others = step.touched / card.bandwidth / MEMORY_RATE
+    copies = step.moved.get("activations", 0) / card.pcie  # on the stream that computes
     return products + others + copies
 
 
 def transfer_seconds(card: Card, simulation: Simulation) -> tuple[float, float]:
     """Seconds of transfers, and of waiting for the host."""
-    moved = simulation.step.moved
-    is_hybrid = simulation.replicas > 1 and simulation.shards > 1
-    group = simulation.shards if is_hybrid else simulation.processes
-    near = card.link if is_hybrid or simulation.nodes == 1 else NETWORK
-    far = NETWORK if simulation.nodes > 1 else card.link
-    transfer = (moved.get("gathered", 0) + moved.get("reduced", 0)) * (group - 1) / group / near
-    transfer += 2 * moved.get("all_reduced", 0) * (simulation.replicas - 1) / simulation.replicas / far
-    to_gpu = moved.get("to_gpu", 0)
-    to_host = moved.get("to_host", 0)
+    moved = Counter(simulation.step.moved)
+    group = simulation.processes
+    replicas = simulation.replicas
+    near = far = card.link
+    if simulation.nodes > 1:
+        near = far = NETWORK
+    if replicas > 1 and simulation.shards > 1:  # hybrid
+        group = simulation.shards
+        near = card.link
+    transfer = (moved["gathered"] + moved["reduced"]) * (group - 1) / group / near
+    transfer += 2 * moved["all_reduced"] * (replicas - 1) / replicas / far
+    to_gpu = moved["to_gpu"]
+    to_host = moved["to_host"]
     waiting = 0.0
     if simulation.is_offloaded:
-        added = moved.get("added_on_host", 0)
+        added = moved["added_on_host"]
         to_host -= added
-        waiting = simulation.trained_here * (ADAM_ON_HOST + CLIP_ON_HOST) + to_host / PINNING
+        waiting = simulation.trained_here * (ADAM_ON_HOST + CLIP_ON_HOST)
+        waiting += to_host / PINNING
         # The GPU waits while gradients are copied and added to those of earlier micro-batches.
-        waiting += added / card.pcie + added / 4 * ADD_ON_HOST
+        waiting += added / card.pcie
+        waiting += added / 4 * ADD_ON_HOST
         if simulation.shards == 1:  # with one process, FSDP2 copies weights on the stream of the compute
             waiting += to_gpu / card.pcie
             to_gpu = 0
@@ -77,11 +86,14 @@ def transfer_seconds(card: Card, simulation: Simulation) -> tuple[float, float]:
 
 def moved_bytes(simulation: Simulation) -> dict[str, float]:
     """Bytes of a step by kind, on one GPU; "across_nodes" is what it exchanges with other nodes."""
-    moved = simulation.step.moved
-    per_node = simulation.processes // simulation.nodes
-    if simulation.nodes == 1:
+    moved = Counter(simulation.step.moved)
+    nodes = simulation.nodes
+    shards = simulation.shards
+    if nodes == 1:
         return moved
-    if simulation.shards <= per_node:  # sharded within a node, or not at all
-        return moved | {"across_nodes": 2 * moved.get("all_reduced", 0) * (simulation.nodes - 1) / simulation.nodes}
-    elsewhere = (simulation.shards - per_node) / simulation.shards
-    return moved | {"across_nodes": (moved.get("gathered", 0) + moved.get("reduced", 0)) * elsewhere}
+    per_node = simulation.processes // nodes
+    if shards <= per_node:  # sharded within a node, or not at all
+        moved["across_nodes"] = 2 * moved["all_reduced"] * (nodes - 1) / nodes
+    else:
+        moved["across_nodes"] = (moved["gathered"] + moved["reduced"]) * (shards - per_node) / shards
+    return moved

@@ -39,6 +39,7 @@ from harness.start.environment import set_environment_of_accelerate
 from harness.start.machine import set_allocator
 from harness.start.recipes import build_trainer
 from planner import layers
+from planner.batches import GRID, PIXELS, batch_of_images, first_batch, full_batch
 from planner.fakes import Fakes, count_wrapping, install_steps
 from planner.fused import compile_layers
 from planner.generation import (
@@ -51,6 +52,7 @@ from planner.generation import (
 )
 from planner.ledger import Counts, Held, Ledger, Peak, add_counts, combine_counts, counts_of_step, hull_of, peaks_of
 from planner.processes import Process
+from planner.quantized import quantized_bytes
 from planner.size import PLANNED, use_planned_size
 
 import datasets
@@ -60,17 +62,10 @@ import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import (
     Cache,
-    PreTrainedConfig,
-    ProcessorMixin,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
-
-PIXELS = "pixel_values"  # in batches with images, which also have the size of each image in patches
-GRID = "image_grid_thw"
 
 
 class PlannedRecipe(StartedRecipe):
@@ -141,11 +136,11 @@ class Simulation:
     completion: int = 0  # tokens
     scored_batches: int = 0  # micro-batches of a forward pass over the texts before the training
     generations: float = 0  # in an optimizer step
-    token: Counts = field(default_factory=lambda: Counts({}, {}, 0))  # of one more token of all rows
+    token: Counts = field(default_factory=Counts)  # of one more token of all rows
     is_offloaded: bool = False
     trained_here: int = 0  # parameters that the optimizer of one process updates
     optimizer: int = 0  # bytes of the optimizer's states in one process
-    step: Counts = field(default_factory=lambda: Counts({}, {}, 0))
+    step: Counts = field(default_factory=Counts)
     peaks: dict[str, Peak] = field(default_factory=dict)  # of the GPU, by moment
     host_peaks: dict[str, Peak] = field(default_factory=dict)
     hull: list[tuple[int, int]] = field(default_factory=list)  # (fixed, growing) bytes of possible peaks, see `hull_of`
@@ -220,31 +215,34 @@ def simulate_training(
     Returns what is known of the run, with the counts of the step.
     """
     trainer = plan.trainer
+    args = trainer.args
+    model = trainer.model
     config = plan.run.config
-    rows = trainer.args.per_device_train_batch_size
-    if generates(trainer.args):
-        batch = batch_of_texts(trainer.args, rows, PROMPT)
+    rows = args.per_device_train_batch_size
+    if generates(args):
+        batch = batch_of_texts(args, rows, PROMPT)
     else:
-        batch = full_batch(first_batch(trainer), trainer.args, rows)
+        first = first_batch(trainer)
+        batch = full_batch(first, args, rows)
     if GRID in batch:
         fakes.mode.keeps_values = True
-        batch |= batch_of_images(batch, plan.arguments[0].max_pixels, trainer.model.config.vision_config)
-    ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
+        batch |= batch_of_images(batch, plan.arguments[0].max_pixels, model.config.vision_config)
+    ledger.vocabulary = model.config.get_text_config().vocab_size
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
-        for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+        for tensor in (*model.parameters(), *model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
     for name, other in second_models(trainer):
         for tensor in (*other.parameters(), *other.buffers()):
             ledger.mark(local_tensor(tensor), name)
-    if trainer.args.torch_compile:
-        compile_layers(trainer.model, ledger)
+    if args.torch_compile:
+        compile_layers(model, ledger)
     freeze_unused_parts(trainer)
     hidden = prepare_sharding(trainer, config)
     simulation = describe_run(plan, batch)
     if trainer.is_fsdp_enabled:
         # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-    trainer.args.eval_on_start = False  # an evaluation is simulated after the step
+    args.eval_on_start = False  # an evaluation is simulated after the step
     trainer.add_callback(AfterWrapping(trainer, config, plan.run.processes, Loss(own=own_loss(trainer)), hidden))
     step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
     trainer.add_callback(step)
@@ -324,55 +322,12 @@ def call_in_forks(functions: list[Callable[[], Any]]) -> list[Any] | None:
     return None if any(code for code, _ in ends) else [result for _, result in ends]
 
 
-def first_batch(trainer: Trainer) -> dict:
-    """The first batch of a run's collator; with an image if rows have some."""
-    trainer.args.dataloader_num_workers = 0  # a process that simulates cannot have threads
-    batches = iter(trainer.get_train_dataloader())
-    if isinstance(trainer.processing_class, ProcessorMixin):
-        return next(batch for batch in batches if PIXELS in batch)
-    return next(batches)
-
-
-def batch_of_images(batch: dict, pixels: int, vision: PreTrainedConfig) -> dict:
-    """What a batch has for one image of so many pixels in each of its rows, for models that cut images into patches."""
-    rows, length = batch["input_ids"].shape
-    merged = vision.spatial_merge_size
-    side = merged * int(pixels**0.5 / vision.patch_size / merged)  # patches
-    return {
-        GRID: torch.tensor([[1, side, side]] * rows),
-        PIXELS: torch.ones((rows * side**2, batch[PIXELS].shape[1])),
-        "position_ids": torch.ones((3, rows, length), dtype=torch.long),  # a model would compute them from the tokens
-    }
-
-
-def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
-    """A batch of `rows` rows in which every token counts in the loss. Every row, or packed document, has the maximum length.
-
-    `batch`: of the run's collator. A collator of pairs makes two rows of each.
-    """
-    given = batch["input_ids"].shape[0]
-    is_packed = given == 1 and "position_ids" in batch
-    if not is_packed and given == 2 * rows:
-        rows *= 2
-    length = length_of_rows(args) or batch["input_ids"].shape[1] // (rows if is_packed else 1)
-    full = {}
-    for name, value in batch.items():
-        if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            value = torch.arange(0, rows * length + 1, length, dtype=value.dtype)
-        elif name in ("max_length_q", "max_length_k"):
-            value = length
-        elif isinstance(value, torch.Tensor) and value.dim() == 2 and name not in (PIXELS, GRID):
-            value = torch.ones((1, rows * length) if is_packed else (rows, length), dtype=value.dtype)
-        elif isinstance(value, torch.Tensor) and value.shape == (given,):  # a label for each row
-            value = torch.ones(rows, dtype=value.dtype)
-        full[name] = value
-    return full
-
-
 def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     """What is known before anything runs."""
     trainer = plan.trainer
-    config = plan.run.config
+    run = plan.run
+    config = run.config
+    processes = run.processes
     model = trainer.model
     args = trainer.args
     weights = list(model.parameters())
@@ -387,10 +342,14 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     # Every process reads a reference model or a teacher, and with it the model, from their files: see `set_loading_options`.
     has_reference = not is_adapter and (hasattr(args, "precompute_ref_log_probs") or hasattr(args, "sync_ref_model"))
     has_second = has_reference or hasattr(args, "teacher_model_name_or_path")
-    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_second
+    copies = processes // run.nodes
+    if config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_second:
+        copies = 1
     shards = 1
-    if trainer.is_fsdp_enabled:
-        shards = config.shards if config.is_hybrid else plan.run.processes
+    if config.is_hybrid:
+        shards = config.shards
+    elif trainer.is_fsdp_enabled:
+        shards = processes
     generated = {}
     if generates(args):
         micro_batches = micro_batches_of_generation(args)
@@ -403,13 +362,13 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
             "generations": args.gradient_accumulation_steps / micro_batches / getattr(args, "num_iterations", 1),
         }
     return Simulation(
-        recipe=Path(plan.run.recipe).stem,
+        recipe=Path(run.recipe).stem,
         config=config.name,
         model=read_json(folder / PLANNED)["model"],
-        processes=plan.run.processes,
-        nodes=plan.run.nodes,
+        processes=processes,
+        nodes=run.nodes,
         shards=shards,
-        replicas=plan.run.processes // shards,
+        replicas=processes // shards,
         parameters=parameters - (trained if is_adapter else 0),
         trained=trained,
         quantized=quantized_bytes(model) if bytes_in_4bit and trainer.is_fsdp_enabled else 0,
@@ -421,16 +380,9 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
         accumulation=args.gradient_accumulation_steps,
         max_steps=args.max_steps,
         epochs=args.num_train_epochs,
-        copies=1 if reads_once else plan.run.processes // plan.run.nodes,
+        copies=copies,
         **generated,
     )
-
-
-def quantized_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the folder that keeps a 4-bit model: packed weights and their scales, embedding, head and norms."""
-    layers = [module for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_type")]
-    scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers(recurse=False))
-    return scales + sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
 
 
 def second_models(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -497,10 +449,10 @@ class SimulatedStep(TrainerCallback):
         self.micro_batches = 2 if self.has_earlier_batches and keeps_gradients else 1
         trainer.args.gradient_accumulation_steps = self.micro_batches  # `describe_run` has read the real number before
         self.parts: list[Counts] = []  # of the micro-batches
-        self.after = Counts({}, {}, 0)  # of clipping and the optimizer
-        self.prompts = Counts({}, {}, 0)  # of a forward pass over the prompts of generated texts
-        self.scores = Counts({}, {}, 0)  # of the forward passes that score a micro-batch of generated texts
-        self.token = Counts({}, {}, 0)  # see `Simulation`
+        self.after = Counts()  # of clipping and the optimizer
+        self.prompts = Counts()  # of a forward pass over the prompts of generated texts
+        self.scores = Counts()  # of the forward passes that score a micro-batch of generated texts
+        self.token = Counts()  # see `Simulation`
         self.trained_here = self.optimizer = 0  # see `Simulation`
         self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates
         self.forward_labels: Any = None  # entered when the training begins, and left by the labels of what comes after
@@ -520,9 +472,7 @@ class SimulatedStep(TrainerCallback):
         """The sizes of images remain values: a model cuts its tensors by them."""
         return {name: value if name == GRID else self.fakes.fake(value) for name, value in batch.items()}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *others: Any, model: torch.nn.Module, **kwargs: Any) -> None:
         """Makes the optimizer's states and the gradients of earlier micro-batches."""
         ledger = self.ledger
         optimizer = self.trainer.optimizer.optimizer
@@ -565,9 +515,7 @@ class SimulatedStep(TrainerCallback):
                     self.ledger.mark(local_tensor(weight.grad), "gradients")
             return function(*args, **kwargs)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, *others: Any, model: torch.nn.Module, **kwargs: Any) -> None:
         """Counts the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
         self.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
         self.after = self.ledger.take_counts()
@@ -592,27 +540,28 @@ class SimulatedStep(TrainerCallback):
 
     def simulate_generation(self, args: TrainingArguments) -> None:
         """The texts for the next step: the prompts, a token in the middle of the texts, and the last one; and their scores."""
+        ledger = self.ledger
         simulation = self.simulation
         rows = simulation.generated_rows
-        self.ledger.take_counts()
-        with self.ledger.within(moment="generate", holder="rest"), torch.no_grad():
+        ledger.take_counts()
+        with ledger.within(moment="generate", holder="rest"), torch.no_grad():
             cache = self.forward_cached(rows, simulation.prompt, simulation.prompt, None)
-            self.prompts = self.ledger.take_counts()
+            self.prompts = ledger.take_counts()
             half = simulation.completion // 2
-            extend_cache(cache, half, self.ledger)
-            self.ledger.take_counts()
-            self.ledger.is_bound_by_memory = True
+            extend_cache(cache, half, ledger)
+            ledger.take_counts()
+            ledger.is_bound_by_memory = True
             self.forward_cached(rows, 1, simulation.prompt + half + 1, cache)
-            self.token = self.ledger.take_counts()
-            self.ledger.is_bound_by_memory = False
-            extend_cache(cache, simulation.completion - half - 2, self.ledger)
+            self.token = ledger.take_counts()
+            ledger.is_bound_by_memory = False
+            extend_cache(cache, simulation.completion - half - 2, ledger)
             self.forward_cached(rows, 1, simulation.prompt + simulation.completion, cache)
             del cache
-        self.ledger.take_counts()
+        ledger.take_counts()
         if simulation.scored_batches:
-            with self.ledger.within(moment="score", holder="activations"), torch.no_grad():
+            with ledger.within(moment="score", holder="activations"), torch.no_grad():
                 self.trainer.compute_loss(self.trainer.model_wrapped, self.fake_batch(self.batch))
-            self.scores = self.ledger.take_counts()
+            self.scores = ledger.take_counts()
 
     def forward_cached(self, rows: int, tokens: int, length: int, cache: Cache | None) -> Cache:
         """A forward pass over so many tokens of each row, which has `length` with them; with a mask, as prompts are padded."""

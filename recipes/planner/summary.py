@@ -12,36 +12,51 @@ def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> di
     """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds."""
     peak = simulation.peak.bytes
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
-    steps = simulation.max_steps if simulation.max_steps > 0 else None
+    steps = None
+    if simulation.max_steps > 0:
+        steps = simulation.max_steps
+    moments = {moment: gb(of.bytes) for moment, of in simulation.peaks.items()}
+    moments.pop("first step", None)
+    step = simulation.step
     plan: dict[str, Any] = {
-        name: getattr(simulation, name)
-        for name in ("recipe", "config", "processes", "nodes", "shards", "parameters", "trained", "micro_batch")
-    }
-    plan |= {
+        "recipe": simulation.recipe,
+        "config": simulation.config,
+        "processes": simulation.processes,
+        "nodes": simulation.nodes,
+        "shards": simulation.shards,
+        "parameters": simulation.parameters,
+        "trained": simulation.trained,
+        "micro_batch": simulation.micro_batch,
         "peak_gpu_gb": gb(peak),
         "reserve_gb": gb(reserve(simulation, peak)),
-        "moments": {moment: gb(of.bytes) for moment, of in simulation.peaks.items() if moment != "first step"},
-        "holders": {holder: gb(size) for holder, size in simulation.peak.by_holder.items() if gb(size)},
+        "moments": moments,
+        "holders": in_gb(simulation.peak.by_holder),
         "peak_host_gb": gb(needed_host_memory(simulation)),
         "disk_gb": gb(disk_space(simulation)),
-        "moved_gb": {kind: gb(size) for kind, size in moved_bytes(simulation).items() if gb(size)},
-        "tflops": round(sum(simulation.step.flops.values()) / 1e12, 1),
-        "kernels_per_step": round(simulation.step.launches),
+        "moved_gb": in_gb(moved_bytes(simulation)),
+        "tflops": round(sum(step.flops.values()) / 1e12, 1),
+        "kernels_per_step": round(step.launches),
         "tokens_per_step": tokens,
         "steps": steps,
         "steps_are_estimated": simulation.steps_are_estimated,
         "no_steps": simulation.no_steps,
         "generation": describe_generation(simulation),
-        "fits": {card.name: fits(card, simulation, peak) for card in all_cards},
-        "free_gb": {card.name: gb(card.memory - peak - reserve(simulation, peak, card)) for card in all_cards},
-        "largest_micro_batch": {card.name: largest_micro_batch(card, simulation) for card in all_cards},
     }
-    able = [card for card in all_cards if card.bf16 or not simulation.needs_bf16]
-    seconds = {card.name: step_seconds(card, simulation) for card in able}
-    plan["step_seconds"] = {name: round(number, 3) for name, number in seconds.items()}
-    plan["generating_seconds"] = {card.name: round(generating_seconds(card, simulation), 3) for card in able}
-    plan["tokens_per_second"] = {name: round(tokens / number) for name, number in seconds.items()}
-    plan["hours"] = {name: round(steps * number / 3600, 6) for name, number in seconds.items()} if steps else {}
+    of_cards = ("fits", "free_gb", "largest_micro_batch", "step_seconds", "generating_seconds", "tokens_per_second", "hours")
+    plan |= {key: {} for key in of_cards}
+    for card in all_cards:
+        name = card.name
+        plan["fits"][name] = fits(card, simulation, peak)
+        plan["free_gb"][name] = gb(card.memory - peak - reserve(simulation, peak, card))
+        plan["largest_micro_batch"][name] = largest_micro_batch(card, simulation)
+        if simulation.needs_bf16 and not card.bf16:
+            continue
+        seconds = step_seconds(card, simulation)
+        plan["step_seconds"][name] = round(seconds, 3)
+        plan["generating_seconds"][name] = round(generating_seconds(card, simulation), 3)
+        plan["tokens_per_second"][name] = round(tokens / seconds)
+        if steps:
+            plan["hours"][name] = round(steps * seconds / 3600, 6)
     return plan
 
 
@@ -57,6 +72,11 @@ def describe_generation(simulation: Simulation) -> dict[str, Any] | None:
         "kernels_per_token": round(simulation.token.launches),
         "gathered_gb_per_token": gb(simulation.token.moved.get("gathered", 0)),
     }
+
+
+def in_gb(sizes: dict[str, float]) -> dict[str, float]:
+    """Sizes in GB, without those that are rounded to zero."""
+    return {name: gb(size) for name, size in sizes.items() if gb(size)}
 
 
 def gb(size: float) -> float:

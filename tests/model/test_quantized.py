@@ -3,9 +3,8 @@
 import re
 
 from harness.model import quantized
-from planner import fakes
 from planner.ledger import Ledger
-from planner.simulation import quantized_bytes
+from planner.quantized import quantize, quantized_bytes
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def test_planned_size_is_that_of_the_written_weights(model_args, tmp_path):
     written = load_file(tmp_path / "ours/model.safetensors")
     counted = {name: tensor.nbytes for name, tensor in written.items() if "quant_map" not in name and "quant_state" not in name}
     planned = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "source"), dtype=torch.bfloat16)
-    fakes.quantize(planned.requires_grad_(False), trl.get_quantization_config(model_args), Ledger())
+    quantize(planned.requires_grad_(False), trl.get_quantization_config(model_args), Ledger())
     assert quantized_bytes(planned) == sum(counted.values())
     assert any("absmax" in name for name in counted) and any("embed_tokens" in name for name in counted)
 

@@ -193,7 +193,7 @@ def test_choice_is_nearly_the_fastest_of_the_grid():
 
         machine = Machine("1x3090", 1, CARD)
         candidates = choose.choose(machine, grid, simulate)
-        fitting = {one.option: one.seconds for one in choose.possible(machine, every)}
+        fitting = {one.option: one.seconds for one in choose.possible(machine, list(every), list(every.values()))}
         assert bool(candidates) == bool(fitting)
         if fitting:
             assert candidates[0].seconds <= 1.1 * min(fitting.values()), seed

@@ -1,9 +1,9 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
 from harness.model.varlen import mask_of_window
-from planner.attention_flops import pairs_in_documents
-from planner.fakes import Linear4bit, flash_workspace
+from planner.attention import flash_workspace, pairs_in_documents
 from planner.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step, hull_of
+from planner.quantized import Linear4bit
 
 import bitsandbytes
 import pytest

@@ -2,11 +2,8 @@
 
 import json
 
-from harness.runs import Run, StartedRecipe
-from harness.start.checks import check_rows_are_tokens
-
 import pytest
-from conftest import ROOT, slow
+from conftest import slow
 from runs import losses, merge
 from transformers import AutoProcessor
 
@@ -58,13 +55,3 @@ def test_adapter_is_in_text_part_with_linear_attention(build_trainer):
     ends = {name.rpartition(".")[2] for name in names if name}
     assert {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"} <= ends
     assert all(".language_model." in name for name in names if name)
-
-
-def test_recipe_without_the_collator_is_refused(build_trainer, error_of, tmp_path):
-    """SFTTrainer takes TRL's own collator then, which expects messages."""
-    recipe = tmp_path / "mine.py"
-    lines = (ROOT / f"recipes/{RECIPE}.py").read_text().splitlines(keepends=True)
-    recipe.write_text("".join(line for line in lines if "data_collator=" not in line))
-    trainer = build_trainer(str(recipe))
-    message = error_of(check_rows_are_tokens, StartedRecipe(Run(str(recipe)), trainer=trainer))
-    assert message.startswith("mine.py: rows with images need data_collator=image_collator(processor)")

@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 from harness.messages import UserError, print_once
@@ -125,13 +124,6 @@ def resume_hint(folder: Path) -> str:
     return "No checkpoint was written yet."
 
 
-def date_of(run: dict) -> datetime | None:
-    """When a run was started for the first time. `run`: the content of run.json, or {}."""
-    if "date" in run:
-        return datetime.fromisoformat(run["date"])
-    return None
-
-
 def lock_of(folder: Path) -> FileLock:
     """The lock of an output directory, which is not acquired yet."""
     return FileLock(folder / LOCK)
@@ -170,14 +162,17 @@ def write_run(folder: Path, before: dict, identity: dict) -> None:
 
 def delete_training(folder: Path) -> None:
     """Deletes what a rehearsal in its default folder has trained."""
-    for pattern in TRAINED:
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in trained_files(folder):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def has_trained(folder: Path) -> bool:
     """Whether there is something of a run that another run must not replace."""
-    return any(next(folder.glob(pattern), None) for pattern in TRAINED)
+    return bool(trained_files(folder))
+
+
+def trained_files(folder: Path) -> list[Path]:
+    return [path for pattern in TRAINED for path in folder.glob(pattern)]
 
 
 def check_same_run(folder: Path, before: dict, identity: dict) -> None:
@@ -195,8 +190,8 @@ def check_same_run(folder: Path, before: dict, identity: dict) -> None:
         old, new = before_and_now(changes)
         problem = f"it holds a run with {old}, this run has {new}"
     else:
-        files = {tuple(file[:2]) for file in before["data_files"]} ^ {tuple(file[:2]) for file in identity["data_files"]}
-        if names := sorted({name for name, size in files}):
+        old, new = ({(name, size) for name, size, _ in run["data_files"]} for run in (before, identity))
+        if names := sorted({name for name, _ in old ^ new}):
             problem = f"{', '.join(names)} of the dataset has changed since the run began"
     if problem:
         raise UserError(

@@ -26,7 +26,6 @@ class GpuFeatures(NamedTuple):
 
     attention: list[str]  # the implementations that can be used, besides those of transformers
     no_triton: str = ""  # why TRL's loss cannot use Triton, "" if it can
-    problem: str = ""  # why this node cannot train, "" if it can
 
 
 NO_FEATURES = GpuFeatures([])

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from harness.commands.gguf import FLOATS, Check, check_vocabulary, compare, load
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, count_marks, encode_turns
-from harness.folder import HELD_OUT, RESULTS, date_of, read_json
+from harness.folder import HELD_OUT, RESULTS, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, one_message, print_once
 from harness.run.documents import documents_of
@@ -170,7 +171,8 @@ def check_prompts(model: Path, held_out: HeldOut, tokenizer: Any = None) -> list
 
     if not held_out.conversations:
         return []
-    set_date_of_chat_templates(date_of(held_out.results))
+    date = held_out.results.get("date")  # of the run's first start
+    set_date_of_chat_templates(datetime.fromisoformat(date) if date else None)
     tokenizer = tokenizer or load_saved_tokenizer(model)
     processor = None if held_out.conversations[0]["images"] is None else load_saved_processor(model)
     equal = []

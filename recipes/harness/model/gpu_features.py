@@ -16,7 +16,7 @@ FLASH = "flash_attention_2"
 def find_gpu_features() -> GpuFeatures:
     """What the GPUs of this machine support."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore")  # `machine.count_gpus` reports a driver that is too old
+        warnings.filterwarnings("ignore")  # `machine.must_use_cpu` reports a driver that is too old
         has_gpu = torch.cuda.is_available()
     if not has_gpu:
         return NO_FEATURES

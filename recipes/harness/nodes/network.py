@@ -48,10 +48,10 @@ def check_all_reduce(device: Any, seconds: float = 120) -> None:
             exit_with_causes(f"{wrong} of {len(numbers)} sums were wrong")
 
 
-def publish_of_node(value: Any) -> None:
-    """Gives the first process of the run what the first process of this node has found. Returns at once."""
+def publish_of_node(find: Callable[[], Any]) -> None:
+    """Gives the first process of the run what `find` returns in the first process of this node. The others do nothing."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _store_of_run().set(f"node/{os.environ.get('GROUP_RANK', '0')}", json.dumps(value))
+        _store_of_run().set(f"node/{os.environ.get('GROUP_RANK', '0')}", json.dumps(find()))
 
 
 def values_of_nodes() -> list[Any]:

@@ -53,25 +53,23 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     `recipe`: the values of the recipe, by the names of the arguments; `config_class`: see `harness.parse`.
     Raises UserError for anything that the user can fix.
     """
-    classes = (ScriptArguments, config_class, trl.ModelConfig)
     words = sys.argv[1:]
     if {"--help", "-h"} & set(words):
         print_once(help_text(Path(run.recipe), config_class, recipe))
         sys.exit(0)
+    classes = (ScriptArguments, config_class, trl.ModelConfig)
     parser = Parser(classes, allow_abbrev=False, conflict_handler="resolve")  # GRPOConfig has a chat_template_kwargs too
     parser.add_argument("--config")
     path = parser.parse_known_args(words)[0].config
     in_file = read_yaml(path, "--config") if path else {}
-    values_of_harness = DEFAULTS | values_of_config(run.config) | {"output_dir": run.default_output_dir}
-    values_of_harness["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
-    parser.set_defaults_with_config(**values_of_harness)
-    unknown = parser.set_defaults_with_config(**recipe)
-    if run.tiny:  # which must not claim the folder of the run
-        parser.set_defaults_with_config(**tiny.values_for(config_class) | {"output_dir": run.default_output_dir})
-    unknown += parser.set_defaults_with_config(**in_file)
+    folder = {"output_dir": run.default_output_dir}
+    in_log_file = {"disable_tqdm": not sys.stderr.isatty()}  # there a progress bar is a thousand lines
+    parser.set_defaults_with_config(**DEFAULTS | folder | in_log_file)  # not every class of arguments has all of them
+    of_rehearsal = tiny.values_for(config_class) | folder if run.tiny else {}  # which must not claim the folder of the run
+    unknown = parser.set_defaults_with_config(**values_of_config(run.config) | recipe | of_rehearsal | in_file)
     values, rest = parser.parse_known_args(words)
-    if unknown or rest:
-        word = (unknown or rest)[0]
+    if wrong := unknown + rest:
+        word = wrong[0]
         near = difflib.get_close_matches(word, [f"--{name}" for name in vars(values)], n=1)
         hint = f"did you mean {near[0]}?" if near else "--help lists what the recipe sets"
         raise UserError(f"{word} is no flag of {Path(run.recipe).name}, and no value of the flag before it: {hint}")

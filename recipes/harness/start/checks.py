@@ -29,14 +29,24 @@ NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
 SHARDED_BY_CONFIG = "the config says how a run is sharded: ./launch.sh lists them"
 UPLOADED_TOO_EARLY = "a checkpoint would be uploaded before it is complete, so no run could resume from it"
 
+LEAST = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 1,
+    "global_batch_size": 1,
+    "max_tokens": 1,
+    "max_samples": 1,
+    "max_eval_samples": 1,
+    "max_pixels": AREA,
+    "learning_rate": sys.float_info.min,
+}
+
 
 def check_numbers(run: Run, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for a number with which a run would train nothing, or something else. NaN is refused too."""
-    least = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"), 1)
-    least |= dict.fromkeys(("global_batch_size", "max_tokens", "max_samples", "max_eval_samples"), 1)
-    least |= {"max_pixels": AREA, "learning_rate": sys.float_info.min}
+    least = LEAST
     if training_args.max_steps <= 0 or "num_train_epochs" in run.given:
-        least["num_train_epochs"] = sys.float_info.min
+        least = least | {"num_train_epochs": sys.float_info.min}
     if training_args.max_steps < 1 and training_args.max_steps != -1:  # transformers would train for --num_train_epochs
         raise UserError(f"--max_steps is {training_args.max_steps}, expected 1 or more, or -1 for --num_train_epochs")
     values = vars(training_args) | vars(script_args)
@@ -125,7 +135,7 @@ def check_flags_have_effect(
 
 def check_built_trainer(recipe: StartedRecipe) -> None:
     """Raises UserError for a trainer that the recipe has built without arguments of the model."""
-    _, training_args, model_args = recipe.arguments
+    model_args = recipe.arguments[2]
     check_rows_of_trl(recipe.trainer)
     model = recipe.trainer.model
     given = recipe.run.given
@@ -133,9 +143,7 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
     is_quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     advice = {}
     if model_args.use_peft and not adapters:
-        advice["use_peft"] = "call peft.get_peft_model(model, get_peft_config(model_args)) before the trainer"
-        if hasattr(training_args, "model_init_kwargs"):  # TRL's trainers get the name of the model
-            advice["use_peft"] = "pass peft_config=get_peft_config(model_args) to the trainer"
+        advice["use_peft"] = "pass peft_config=get_peft_config(model_args) to TRL's trainer, or its result to get_peft_model"
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not is_quantized:
         advice["load_in_4bit"] = "pass quantization_config=get_quantization_config(model_args) to the trainer"
     for name in given & {"lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}:

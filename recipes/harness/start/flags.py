@@ -17,6 +17,7 @@ def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
     command = r"(launch\.sh (?:--(?:tiny|plan|preview|prepare|test) )?)\w+(?![\w./])"
     docstring = ast.get_docstring(ast.parse(recipe.read_text("utf-8"))) or f"{recipe.name} has no docstring."
     docstring = re.sub(command, rf"\g<1>{recipe.stem}", docstring)
+    set_here = [as_flag(name, value) for name, value in values.items()]
     own = []
     for cls in (*config_class.__mro__, ScriptArguments):
         if dataclasses.is_dataclass(cls) and not cls.__module__.startswith(("transformers.", "trl.")):
@@ -24,13 +25,11 @@ def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
                 if name in cls.__annotations__ and name not in values:
                     own.append(f"# --{name}  {field.metadata.get('help', '')}".rstrip())
     own.append("# --max_restarts  How often to start again after a crash, default 0.")
-    flags = {
-        f"What {recipe.name} sets, with the reasons there": [as_flag(name, value) for name, value in values.items()],
-        "Flags of this recipe and this project": own,
-    }
-    lists = "".join(f"{title}:\n\n    " + "\n    ".join(lines) + "\n\n" for title, lines in flags.items() if lines)
+    new_line = "\n    "
     return (
-        f"{docstring}\n\n{lists}Every other field of {config_class.__name__}, ModelConfig and ScriptArguments is a flag too:\n"
+        f"{docstring}\n\nWhat {recipe.name} sets, with the reasons there:\n\n    {new_line.join(set_here)}\n\n"
+        f"Flags of this recipe and this project:\n\n    {new_line.join(own)}\n\n"
+        f"Every other field of {config_class.__name__}, ModelConfig and ScriptArguments is a flag too:\n"
         "    https://huggingface.co/docs/trl and https://huggingface.co/docs/transformers/main_classes/trainer\n"
     )
 

@@ -70,8 +70,8 @@ def main(words: list[str]) -> int:
             rank = None
         else:
             code, rank = run_processes(command, nodes, per_node, max_restarts)
-        for number in (signal.SIGINT, *SIGNALS):
-            signal.signal(number, signal.SIG_IGN)  # the run has ended
+        set_signal_handler(signal.SIG_IGN)  # the run has ended
+        set_interrupt_handler(signal.SIG_IGN)
         recorded = read_number(folder / EXIT_CODE)
         if recorded is None:
             return explain_exit(code, rank)
@@ -84,11 +84,11 @@ def count_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, tiny: b
     """How many processes run on each node. Raises UserError if these are not the machines for the config."""
     if config.distributed_type == "NO":
         return 1
-    gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
-    fits = nodes.count > 1 or config.num_machines == 1
-    if not fits and tiny:  # a rehearsal runs all processes on this machine
-        gpus = nodes.processes or config.num_processes
-        fits = True
+    machines = config.num_machines
+    if tiny and nodes.count == 1:  # a rehearsal runs all processes on this machine
+        machines = 1
+    gpus = nodes.processes or config.num_processes // machines  # per machine
+    fits = nodes.count > 1 or machines == 1
     if config.is_hybrid:
         has_whole_nodes = nodes.count == 1 or config.shards % gpus == 0 or gpus % config.shards == 0  # or a replica has nodes
         fits = fits and nodes.count * gpus == config.replicas * config.shards and has_whole_nodes
@@ -118,11 +118,11 @@ def set_environment_of_processes(recipe: str, config: AccelerateConfig, nodes: N
     # accelerate sets one thread per process. An optimizer on the CPU (offload) needs every core, a rehearsal only one.
     threads = 1 if tiny else max(1, physical_cores() // per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if nodes.count == 1 and (loopback := interface_to("127.0.0.1")):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo listens at the address of the machine's name
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # NCCL would listen at that of another interface
-    if nodes.count > 1 and nodes.another and (interface := interface_to(nodes.another)):
+    reached = "127.0.0.1" if nodes.count == 1 else nodes.another
+    if reached and (interface := interface_to(reached)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
+        if nodes.count == 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # NCCL would listen at that of another interface
     if config.distributed_type == "NO":
         # With several visible GPUs, transformers would wrap the model in nn.DataParallel.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -156,9 +156,9 @@ def forward_signals(folder: Path) -> None:
 
 def run_one_process(command: list[str], max_restarts: int, folder: Path) -> int:
     """Runs a process, again after a crash; returns its exit code, -N for signal N."""
-    for left in range(max_restarts, -1, -1):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(max_restarts - left)  # as torch's agent does
-        os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(max_restarts)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(max_restarts)  # as torch's agent does
+    for restarts in range(max_restarts + 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
         code = subprocess.Popen(command).wait()
         if code == 0 or read_number(folder / EXIT_CODE) is not None or last_signal():
             break

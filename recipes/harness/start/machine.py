@@ -50,23 +50,17 @@ def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> 
     return settings
 
 
-def count_gpus() -> int:
-    """GPUs that this process may use. Raises torch's error if there are GPUs that CUDA cannot use: it names the driver."""
-    count = torch.cuda.device_count()  # the driver's count
-    if count and not torch.cuda.is_available():
-        torch.cuda.init()
-    return count
-
-
 def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     """Whether a run computes on CPU: with --use_cpu, or a rehearsal on a machine with too few GPUs.
 
-    `values`: of all arguments. Raises UserError if a run has too few GPUs.
+    `values`: of all arguments. Raises UserError if a run has too few GPUs, and torch's error if CUDA cannot use them.
     """
     if values.use_cpu:
         return True
     needed = run.processes // run.nodes
-    found = count_gpus()
+    found = torch.cuda.device_count()
+    if found and not torch.cuda.is_available():
+        torch.cuda.init()  # raises an error that names the driver
     if found >= needed:
         return False
     if run.tiny:
@@ -101,7 +95,7 @@ def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, run: R
     advice = f"pass --bf16 false --fp16 true --dtype {'float16' if model_args.use_peft else 'float32'}"
     if model_args.load_in_4bit and run.is_sharded:
         advice = "sharded 4-bit weights compute in bf16 only, so use other GPUs"
-    for index in range(min(max(1, run.processes // run.nodes), torch.cuda.device_count())):
+    for index in range(min(run.processes // run.nodes or 1, torch.cuda.device_count())):
         if torch.cuda.get_device_capability(index) < (8, 0):
             raise UserError(f"{torch.cuda.get_device_name(index)} has no bf16 arithmetic, which this run uses: {advice}")
 

@@ -14,6 +14,23 @@ from harness.start.training import start_of_training
 
 from accelerate.utils import check_cuda_p2p_ib_support
 
+LOGGERS = (
+    "datasets.load",
+    "datasets.packaged_modules.cache.cache",
+    "transformers.training_args",
+    "transformers.trainer_utils",
+    "transformers.trainer",
+    "transformers.modeling_utils",
+)
+# In messages about which the user can do nothing.
+HIDDEN = (
+    "offline mode",
+    "Found the latest",
+    "The speedups for torchdynamo",
+    "do not match the ones in the `trainer_state",
+    "missing keys in the checkpoint",
+)
+
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
     """See `harness.parse`, which turns a UserError into one message and exit code 2."""
@@ -40,22 +57,15 @@ def quiet_libraries() -> None:
     # `check_model_and_dataset` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
     # Names that a checkpoint lacks are those of tied weights: `check_saved_weights` finds others.
     # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
-    names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args")
-    for name in (*names, "transformers.trainer_utils", "transformers.trainer"):
+    for name in LOGGERS:
         logging.getLogger(name).addFilter(_is_useful)
-    # Its table of the weights that a model's files lack, such as a new head, in one process.
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_shown_once)
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state")
-    hidden += ("missing keys in the checkpoint",)
-    return not any(words in message for words in hidden)
-
-
-def _is_shown_once(record: logging.LogRecord) -> bool:
-    return is_first_process() or " LOAD REPORT from: " not in record.getMessage()
+    if " LOAD REPORT from: " in message:  # the table of the weights that a model's files lack, such as a new head
+        return is_first_process()
+    return not any(words in message for words in HIDDEN)
 
 
 def disable_peer_to_peer() -> None:

@@ -137,6 +137,12 @@ def prepare_data(run: Run, arguments: Arguments) -> Run:
     if not name:
         return run
     data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
-    options = {"model_name": name, "splits_answers": data.split_conversations}
-    check = functools.partial(chat_templates.check_conversations, training_args, model_args, run.given, **options)
+    check = functools.partial(
+        chat_templates.check_conversations,
+        training_args,
+        model_args,
+        run.given,
+        model_name=name,
+        splits_answers=data.split_conversations,
+    )
     return dataclasses.replace(run, data=dataclasses.replace(data, check_conversations=check))

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from harness import runs
 from harness.hub import HubLost
@@ -20,7 +19,7 @@ from harness.messages import UserError, exit_on_user_error, is_first_process
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
 from harness.run.trainer import RunTrainer
 from harness.runs import StartedRecipe
-from harness.signals import OUT_OF_TIME, SIGNALS, last_signal
+from harness.signals import OUT_OF_TIME, last_signal, set_interrupt_handler, set_signal_handler
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 
@@ -60,7 +59,11 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
     path = recipe.run.recipe
     if isinstance(error, Exception):
         exit_for_known_failure(error)
-        if not was_trained(recipe.trainer, error):
+        trainer = recipe.trainer
+        has_begun = isinstance(trainer, RunTrainer) and not trainer.is_first_step
+        # In the first step, these are about columns that the model needs and the rows do not have.
+        is_of_rows = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
+        if not has_begun or (is_of_rows and trainer.state.global_step == 0):
             raise_if_of_library(error, path)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
@@ -71,14 +74,6 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         trace = trace.tb_next
     sys.__excepthook__(type(error), error.with_traceback(trace), trace)
     sys.exit(1)
-
-
-def was_trained(trainer: Any, error: Exception) -> bool:
-    """Whether a run failed later than in a first step that the model refused."""
-    # In the first step, these are about columns that the model needs and the rows do not have.
-    is_of_rows = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
-    has_begun = isinstance(trainer, RunTrainer) and not trainer.is_first_step
-    return has_begun and (trainer.state.global_step > 0 or not is_of_rows)
 
 
 def run_recipe(recipe: StartedRecipe, flags: list[str]) -> None:
@@ -116,8 +111,8 @@ def _prepare_exit() -> None:
 
     They have some time, because a Pool ends its workers itself.
     """
-    for number in (signal.SIGINT, *SIGNALS):  # the run has ended: a signal would only interrupt the exit handlers
-        signal.signal(number, signal.SIG_IGN)
+    set_signal_handler(signal.SIG_IGN)  # the run has ended: a signal would only interrupt the exit handlers
+    set_interrupt_handler(signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise when a worker is killed
     if any(child.daemon for child in multiprocessing.active_children()):
         signal.signal(signal.SIGALRM, _kill_daemons)  # no timer: Python 3.12 starts no thread while it exits

@@ -121,10 +121,11 @@ class Claim(NamedTuple):
 def prepare_run(run: Run, arguments: Arguments) -> Run:
     """Prepares each process for the run. The first one checks it and claims the output directory, the others wait."""
     _, training_args, model_args = arguments
+    output_dir = Path(training_args.output_dir)
     if is_of_several():
-        publish_of_node(facts_of_node(run, training_args))
+        publish_of_node(lambda: facts_of_node(run, training_args))
     gpu = GpuFeatures(*answer_of_first("arguments", lambda: check_nodes_and_arguments(run, arguments)))
-    run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(training_args.output_dir)))
+    run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(output_dir))
     set_model_options(run, arguments)
 
     claim = Claim(*answer_of_first("run", lambda: claim_run(run, arguments)))
@@ -134,7 +135,7 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     run = replace_model_and_dataset(run, arguments)
 
     if run.nodes > 1 and training_args.save_strategy != "no":
-        check_folder_is_shared(Path(training_args.output_dir))
+        check_folder_is_shared(output_dir)
     if model_args.load_in_4bit and run.is_sharded:
         answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
@@ -143,15 +144,7 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     if training_args.world_size > 1:
         map_in_one_process()
         check_all_reduce(training_args.device)
-    seen = SeenRows({"rows": None, "chat_template_kwargs": run.data.template_arguments})
-    return dataclasses.replace(run, seen=seen)
-
-
-def check_nodes_and_arguments(run: Run, arguments: Arguments) -> GpuFeatures:
-    """The GpuFeatures of all nodes. Raises UserError if nodes were started differently, and for arguments that contradict."""
-    gpu = features_of_nodes(run, arguments[1])
-    check_all_arguments(run, arguments)
-    return gpu
+    return dataclasses.replace(run, seen=SeenRows({"rows": None, "chat_template_kwargs": run.data.template_arguments}))
 
 
 def claim_run(run: Run, arguments: Arguments) -> Claim:
@@ -167,7 +160,7 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     identity = identity_of_run(run, arguments)
     folder.acquire(run.lock)
     before = folder.read_json(output_dir / folder.RUN, "config", "sharded", "data_files", "settings")
-    is_another = any(before.get(name) != value for name, value in identity.items())
+    is_another = not identity.items() <= before.items()
     if run.tiny and before and is_another and training_args.output_dir == run.default_output_dir:
         folder.delete_training(output_dir)
         print_once(f"The earlier rehearsal in {output_dir} was deleted: it is another one.")
@@ -181,11 +174,12 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
 
     commit = model_args.model_revision
     teacher_commit = None
+    teacher = getattr(training_args, "teacher_model_name_or_path", None)
     if model_args.model_name_or_path and not run.tiny:
         commit = commit_of(model_args.model_name_or_path, commit)
-    if (teacher := getattr(training_args, "teacher_model_name_or_path", None)) and not run.tiny:
+    if teacher and not run.tiny:
         teacher_commit = commit_of(teacher, training_args.teacher_model_revision or "main")
-    date = (folder.date_of(before) or datetime.now()).isoformat(timespec="seconds")
+    date = before.get("date") or datetime.now().isoformat(timespec="seconds")
     of_start = {"date": date, "commit": commit, "teacher_commit": teacher_commit, "command": command_of(run)}
     folder.write_run(output_dir, before, identity | of_start)
     if run.tiny:
@@ -193,32 +187,35 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     return Claim(date, commit, teacher_commit)
 
 
-def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] | None:
-    """What the first process of the run must know of this node, found by the first process of the node; None in the others."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
-    features = NO_FEATURES
+def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any]:
+    """What the first process of the run must know of this node."""
+    problem, features = "", NO_FEATURES
     try:
         machine.check_one_gpu(training_args)
         machine.check_shared_memory(run)
         if training_args.device.type == "cuda":
             features = find_gpu_features()
     except UserError as error:
-        features = GpuFeatures([], problem=str(error))
+        problem = str(error)
     files = {Path(path).name: digest_of_file(path) for path in (run.recipe, run.config.path) if path}
-    return {"host": platform.node(), "features": list(features), "start": f"{sys.argv[1:]} {files} {features}"}
+    start = f"{sys.argv[1:]} {files} {features}"
+    return {"host": platform.node(), "features": features, "problem": problem, "start": start}
 
 
-def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures:
-    """What the GPUs of all nodes can. Raises UserError if a node has a problem, or other flags, files or GPUs."""
-    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args)]
+def check_nodes_and_arguments(run: Run, arguments: Arguments) -> GpuFeatures:
+    """What the GPUs of all nodes can.
+
+    Raises UserError if a node has a problem, or other flags, files or GPUs, and for arguments that contradict.
+    """
+    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, arguments[1])]
     first = nodes[0]
     for node in nodes:
-        problem = GpuFeatures(*node["features"]).problem
+        problem = node["problem"]
         if not problem and node["start"] != first["start"]:
             problem = f"started with {node['start']}, {first['host']} with {first['start']}: start all nodes alike"
         if problem:
             raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
+    check_all_arguments(run, arguments)
     return GpuFeatures(*first["features"])
 
 

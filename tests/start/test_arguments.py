@@ -15,21 +15,6 @@ import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from conftest import ROOT
-from datasets import Dataset
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], 1),  # the value of a rehearsal
-        (["--per_device_eval_batch_size", "3"], 3),
-        (["--per_device_eval_batch_size=3"], 3),
-    ],
-)
-def test_eval_batch_size_is_at_most_train_batch_size(build_trainer, flags, expected):
-    """Unless a flag sets it. The default of transformers, 8, would be the largest batch of the run."""
-    trainer = build_trainer("qwen2_chat", "--per_device_train_batch_size", "2", *flags)
-    assert trainer.args.per_device_eval_batch_size == expected
 
 
 @pytest.mark.parametrize(
@@ -56,6 +41,7 @@ def test_own_files_are_trained_on_for_one_epoch(tmp_path):
         (str(path), {"dataset_name", "max_steps"}, (True, 1000, 3)),
         (str(path), {"dataset_name", "dataset_streaming"}, (True, 1000, 3)),
         ("someone/rows", {"dataset_name"}, (True, 1000, 3)),
+        ("someone/rows", {"num_train_epochs"}, (True, -1, 3)),
     ):
         script_args = ScriptArguments(dataset_name=name, dataset_streaming=True)
         batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
@@ -82,27 +68,6 @@ def test_ddp_gradients_are_views_of_its_buckets(build_trainer):
 PINNED = ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
 
 
-@pytest.mark.parametrize(
-    ("config", "values", "expected"),
-    [
-        ("1x3090", {}, "expandable_segments:True"),
-        ("1x3090_offload", {}, "expandable_segments:True"),
-        ("1x3090_offload", {"use_peft": True}, f"expandable_segments:True{PINNED}"),
-        ("1x3090_offload", {"use_peft": True, "activation_offloading": True}, "expandable_segments:True"),
-        (
-            "1x3090_offload",
-            {"use_peft": True, "activation_checkpointing_kwargs": '{"offload": true}'},
-            "expandable_segments:True",
-        ),
-        ("1x3090_offload", {"use_peft": True, "activation_checkpointing_kwargs": {"offload": True}}, "expandable_segments:True"),
-    ],
-)
-def test_allocator_settings(config, values, expected):
-    """Segments grow, and the pinned memory of frozen, offloaded weights is not rounded up."""
-    found = argparse.Namespace(**{"use_peft": False, "activation_checkpointing_kwargs": None} | values)
-    assert machine.allocator_settings(configs.read(str(ROOT / f"accelerate_configs/{config}.yaml")), found) == expected
-
-
 def test_torch_knows_the_settings_of_pinned_memory():
     """Its parser refuses a known name without a number; unknown ones it skips, or refuses in another way (the CUDA build)."""
     settings = dict(setting.split(":") for setting in PINNED.strip(",").split(","))
@@ -113,27 +78,42 @@ def test_torch_knows_the_settings_of_pinned_memory():
     assert settings["pinned_max_cached_size_mb"] <= settings["pinned_max_round_threshold_mb"], "pytorch/pytorch#192722"
 
 
-def test_ddp_does_not_search_unused_parameters_by_default(build_trainer):
-    assert build_trainer("qwen2_chat", "--use_peft").args.ddp_find_unused_parameters is False
-    assert build_trainer("qwen2_chat", "--ddp_find_unused_parameters", "true").args.ddp_find_unused_parameters is True
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"), [([], True), (["--eval_strategy", "no"], False), (["--eval_strategy", "no", "--eval_on_start"], True)]
-)
-def test_no_evaluation_on_start_without_evaluations(build_trainer, flags, expected):
-    assert build_trainer("qwen2_chat", *flags).args.eval_on_start == expected
-
-
-def test_epochs_of_some_rows_of_a_stream(build_trainer):
-    """The recipe streams, and sets `max_steps`."""
-    trainer = build_trainer("qwen2_fineweb_edu", "--max_samples", "9", "--num_train_epochs", "2")
-    assert trainer.args.max_steps == -1 and isinstance(trainer.train_dataset, Dataset)
-    end = trainer.processing_class.eos_token_id
-    assert sum(row["input_ids"].count(end) for row in trainer.train_dataset) == 9
-
-
 def test_activation_offloading_without_a_gpu(build_trainer, capsys):
     """TRL asks for the current accelerator, of which there is none."""
     assert not build_trainer("qwen2_chat", "--activation_offloading").args.activation_offloading
     assert "--activation_offloading is not used" in capsys.readouterr().out
+
+
+GROWING = "expandable_segments:True"
+OFFLOADED = {"offload": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "expected"),
+    [
+        ("1x3090", {}, GROWING),
+        ("1x3090_offload", {}, GROWING),
+        ("1x3090_offload", {"use_peft": True}, GROWING + PINNED),
+        ("1x3090_offload", {"use_peft": True, "activation_offloading": True}, GROWING),
+        ("1x3090_offload", {"use_peft": True, "activation_checkpointing_kwargs": OFFLOADED}, GROWING),
+        ("1x3090_offload", {"use_peft": True, "activation_checkpointing_kwargs": '{"offload": true}'}, GROWING),
+    ],
+)
+def test_allocator_settings(config, values, expected):
+    """Segments grow, and the pinned memory of frozen, offloaded weights is not rounded up."""
+    found = argparse.Namespace(**{"use_peft": False, "activation_checkpointing_kwargs": None} | values)
+    assert machine.allocator_settings(configs.read(str(ROOT / f"accelerate_configs/{config}.yaml")), found) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "on_start"),
+    [
+        ([], 1, True),  # the batch of a rehearsal
+        (["--per_device_eval_batch_size=3", "--eval_strategy", "no"], 3, False),
+        (["--eval_strategy", "no", "--eval_on_start"], 1, True),
+    ],
+)
+def test_evaluations(build_trainer, flags, batch, on_start):
+    """Without a flag their batch is at most that of the training: transformers' default of 8 would be the largest of the run."""
+    args = build_trainer("qwen2_chat", "--per_device_train_batch_size", "2", *flags).args
+    assert (args.per_device_eval_batch_size, args.eval_on_start) == (batch, on_start)

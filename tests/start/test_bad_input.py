@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 from harness.folder import acquire, lock_of
 
@@ -50,7 +49,6 @@ CASES = [
 FILES = {
     "key.yaml": "distributed_type: FSDP\nnum_procesess: 1\n",
     "env.yaml": "env:\n  HF_ENDPOINT: http://127.0.0.1:9\n",
-    "rates.yaml": "learning_rate: [1, 2]\n",
     "broken.jsonl": "{not json\n",
     "data/train.jsonl": "\n".join(json.dumps({"text": f"row {row}"}) for row in range(50)),
     "busy/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c", "data_files": []}),
@@ -69,18 +67,15 @@ def bad(workdir, rehearse):
     (folder / "misspelled.py").write_text(recipe.replace("max_length=", "max_lenght="))
     (folder / "outputs").mkdir()
     (folder / "outputs/tiny").symlink_to(workdir / "outputs/tiny")
-    _models(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-????????")), folder)
+    complete = next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-????????"))
+    for name in ("half", "bert"):
+        shutil.copytree(complete, folder / name)
+    os.truncate(folder / "half/model.safetensors", 100_000)
+    (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     held = lock_of(folder / "busy")
     acquire(held)
     yield folder
     held.release()
-
-
-def _models(complete: Path, folder: Path):
-    shutil.copytree(complete, folder / "half")
-    os.truncate(folder / "half/model.safetensors", 100_000)
-    shutil.copytree(complete, folder / "bert")
-    (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0], *(case[2] if len(case) > 2 else [])]))

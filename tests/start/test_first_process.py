@@ -14,16 +14,6 @@ def test_check_leaves_nothing_behind(fork_launch, tmp_path):
     assert read(run, "process-0.json") == read(run, "process-1.json")
 
 
-def test_damaged_results_are_an_error_of_the_user(fork_launch, tmp_path):
-    """Its class is a subclass of UserError. The other process waits for the first one's checks."""
-    run = ["--tiny", "qwen2_chat", "2x3090_qlora", "--max_steps", "1", "--eval_strategy", "no", "--output_dir", tmp_path / "run"]
-    assert fork_launch(*run).returncode == 0
-    (tmp_path / "run/train_results.json").write_text("{")
-    process = fork_launch(*run)
-    assert process.returncode == 2 and process.stderr.startswith("error: "), process.stderr
-    assert "train_results.json is damaged" in process.stderr and process.stderr.count("\n") == 1
-
-
 def test_failure_of_the_first_process_keeps_its_exit_code(fork_launch, tmp_path):
     """Only the first process knows it, so the others must not record another one."""
     recipe = tmp_path / "full.py"

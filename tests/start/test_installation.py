@@ -16,7 +16,6 @@ from runs import assert_one_error
 pytestmark = slow  # installs
 
 OLD = 'case "$1" in --version) echo "Python 3.10.13" ;; *) exit 1 ;; esac'
-NOT_ACTIVE = "echo 'pyenv: command not found' >&2; exit 127"  # as pyenv answers for a version that is not active
 
 
 @pytest.fixture
@@ -38,22 +37,6 @@ def clone(tmp_path, environment):
         return subprocess.run([folder / "launch.sh", *arguments], env=env, capture_output=True, text=True, timeout=120)
 
     return folder, call
-
-
-@pytest.fixture
-def programs(tmp_path):
-    """Makes programs of bash in a folder; returns a PATH that begins with it."""
-
-    def make(**scripts):
-        folder = tmp_path / "bin"
-        folder.mkdir(exist_ok=True)
-        for name, script in scripts.items():
-            program = folder / name.replace("_", ".", 1).replace("nvidia.smi", "nvidia-smi")
-            program.write_text(f"#!/bin/bash\n{script}\n")
-            program.chmod(0o755)
-        return f"{folder}:/usr/bin:/bin"
-
-    return make
 
 
 def test_install_once_and_after_changes(clone, tmp_path, monkeypatch):
@@ -80,29 +63,6 @@ def test_install_once_and_after_changes(clone, tmp_path, monkeypatch):
     assert ran(tmp_path) == []
 
 
-def test_torchvision_of_another_build_than_torch(clone):
-    """Any program in .venv can import it, and so transformers."""
-    folder, call = clone
-    call("--install")
-    [site] = folder.glob(".venv/lib/python3*/site-packages")
-    for file in site.glob("torchvision_operators.*"):
-        file.unlink()
-    torch = (
-        "class library:\n class Library:\n  texts = []\n  def __init__(*args): 0\n  def define(self, text): self.texts += [text]"
-    )
-    sources = {"torch": torch, "torchvision": "import torch\nassert torch.library.Library.texts, 'no operators'"}
-    for name, version in (("torch", "1+cpu"), ("torchvision", "1")):
-        (site / name).mkdir()
-        (site / name / "__init__.py").write_text(sources[name])
-        (site / f"{name}-{version}.dist-info").mkdir()
-        (site / f"{name}-{version}.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    command = [folder / ".venv/bin/python", "-c", "import torchvision"]
-    assert b"no operators" in subprocess.run(command, stderr=subprocess.PIPE).stderr
-    (folder / "requirements.txt").write_text("# once more\n")
-    call("--install")
-    subprocess.run(command, check=True)
-
-
 @pytest.mark.parametrize(
     ("nvidia_smi", "is_too_old"),
     [
@@ -113,64 +73,17 @@ def test_torchvision_of_another_build_than_torch(clone):
     ],
     ids=["old", "new", "failing", "without a number"],
 )
-def test_driver_is_checked_before_the_installation(clone, programs, nvidia_smi, is_too_old):
+def test_driver_is_checked_before_the_installation(clone, tmp_path, nvidia_smi, is_too_old):
     """Python is looked for after it, so its error shows that the driver was accepted."""
     folder, call = clone
-    path = programs(nvidia_smi=nvidia_smi, python3=OLD, python3_11=OLD, python3_12=OLD, python3_13=OLD)
+    for name, script in ("nvidia-smi", nvidia_smi), *((f"python3{minor}", OLD) for minor in ("", ".11", ".12", ".13")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
     words = ["NVIDIA driver is 535.183.01,", "580 or newer", "TORCH_INDEX=https://"] if is_too_old else ["no Python 3.11"]
     assert_one_error(call("--install", PATH=path), *words)
     assert_one_error(call("--install", PATH=path, TORCH_INDEX="https://other"), "no Python 3.11")
     assert not (folder / ".venv").exists()
-
-
-@pytest.fixture
-def recording_python(clone, tmp_path):
-    """The script of a Python that makes an environment with itself, and writes the arguments of an installation to a file."""
-    folder, _ = clone
-    write = f'#!/bin/bash\nprintf "%s\\n" "$0" "$@" >"{tmp_path}/arguments"'
-    return f"""case "$*" in
-      "-m venv"*) [[ $3 != --clear ]] || rm -r "{folder}/.venv"
-        mkdir -p "{folder}/.venv/bin"
-        ln -sf "$0" "{folder}/.venv/bin/python" ;;
-      "-m pip config list") printf "$PIP_SETTINGS" ;;
-      "-m pip install"*"uv==0."*) echo '{write}' >"{folder}/.venv/bin/uv"; chmod +x "{folder}/.venv/bin/uv" ;;
-      "-m pip install"*) echo '{write}' | bash -s -- "$@" ;;
-      *) exec "{sys.executable}" "$@" ;;
-    esac"""
-
-
-@pytest.mark.parametrize("case", ["uv is there", "uv is installed first", "pip has settings"])
-def test_installer(clone, programs, recording_python, tmp_path, case):
-    """uv, which is installed first if it is not there; pip if pip has settings that uv would not read."""
-    folder, call = clone
-    uv = {"uv": f'printf "%s\\n" "$0" "$@" >"{tmp_path}/arguments"'} if case == "uv is there" else {}
-    settings = "global.index-url='https://mirror'" if case == "pip has settings" else ""
-    call("--install", PATH=programs(python3_11=recording_python, **uv), PIP_SETTINGS=settings)
-    program, *words = (tmp_path / "arguments").read_text().splitlines()
-    assert words[-4:] == ["-r", str(folder / "requirements.txt"), "-c", str(folder / "constraints.txt")]
-    if case == "pip has settings":
-        assert words[:3] == ["-m", "pip", "install"]
-    else:
-        assert program == (f"{tmp_path}/bin/uv" if case == "uv is there" else str(folder / ".venv/bin/uv"))
-        assert words[:4] == ["pip", "install", "--python", str(folder / ".venv/bin/python")] and "unsafe-best-match" in words
-
-
-def test_other_index_of_pytorch(clone, programs, recording_python, tmp_path):
-    """It is used despite an old driver, and remembered. The environment is made again for another one."""
-    folder, call = clone
-    path = programs(nvidia_smi="echo 535.183.01", python3_11=NOT_ACTIVE, python3_12=recording_python)
-    installs, marker = "Installing requirements.txt", folder / ".venv/of the first index"
-
-    def index() -> str:
-        return (tmp_path / "arguments").read_text().partition("--extra-index-url\n")[2].strip()
-
-    assert installs in call("--install", PATH=path, TORCH_INDEX="https://a").stderr and index() == "https://a"
-    marker.touch()
-    assert installs not in call("--install", PATH=path).stderr
-    (folder / "requirements.txt").write_text("# something else\n")
-    assert installs in call("--install", PATH=path).stderr and index() == "https://a" and marker.exists()
-    assert installs in call("--install", PATH=path, TORCH_INDEX="https://b").stderr and index() == "https://b"
-    assert not marker.exists()
 
 
 def test_constraints_are_the_installed_versions():

@@ -1,18 +1,11 @@
 """launch.sh: names and paths of recipes and configs, and what arrives at the recipe."""
 
+import argparse
 import json
-import runpy
 import shlex
 import shutil
-import sys
-import time
-from pathlib import Path
-from typing import NoReturn
 
-import harness
-from harness import launched
-from harness.runs import RecipeStopped, Run
-from harness.start import arguments, flags
+from harness.start import flags
 
 import pytest
 from conftest import CONFIGS, RECIPES, ROOT
@@ -21,9 +14,7 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090_offload"
 
 
 def test_lists_every_recipe_and_config(launch):
-    start = time.monotonic()
     listing = launch().stdout
-    assert time.monotonic() - start < 0.3 * 5  # 0.01 s on an idle machine, more during tests
     assert RECIPES and CONFIGS
     for file in RECIPES + CONFIGS:
         first = file.read_text().split("\n")[0].strip('"# ')
@@ -43,42 +34,15 @@ def test_help_shows_what_the_recipe_sets(launch):
     assert "Continued pretraining of Qwen2-0.5B" in shown and "\n    --learning_rate 2e-05\n" in shown
 
 
-@pytest.fixture
-def pasted(monkeypatch):
-    """The arguments of a recipe, and its arguments when all flags that its help shows are passed."""
-
-    def call(recipe: Path) -> list[list[dict]]:
-        called = []
-
-        def record(config_class: type, dataset_formats: object = (), **defaults: object) -> NoReturn:
-            called.append((config_class, defaults))
-            raise RecipeStopped
-
-        monkeypatch.setattr(harness, "parse", record)
-        with pytest.raises(RecipeStopped):
-            runpy.run_path(str(recipe), run_name="__main__")
-        shown = [line for line in flags.help_text(recipe, called[0][0], called[0][1]).splitlines() if line.startswith("    --")]
-        assert {line.split()[0] for line in shown} >= {f"--{name}" for name in called[0][1] if called[0][1][name] is not None}
-        read = []
-        for words in ([], shlex.split("\n".join(shown), comments=True)):
-            monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
-            config_class, values = called[0]
-            of_flags, given = arguments.read_values(Run(str(recipe)), config_class, values)
-            _, parts = arguments.make_arguments(Run(str(recipe), given=given), of_flags, config_class, (), values)
-            read.append([{name: value for name, value in vars(part).items() if name not in NO_FLAGS} for part in parts])
-        return read
-
-    return call
-
-
-NO_FLAGS = ("distributed_state",)  # of the argument objects
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_flags_in_help_can_be_pasted(pasted, recipe):
-    """They are what the recipe sets, lists too."""
-    without, with_all = pasted(recipe)
-    assert with_all == without
+@pytest.mark.parametrize("value", [2e-5, 3, True, "a b's", ["q_proj", "k proj"], {"min_lr": 1e-6}, None])
+def test_flags_in_help_can_be_pasted(value):
+    """They set what the recipe sets, lists too; `None` is a comment."""
+    parser = argparse.ArgumentParser()
+    kind = json.loads if isinstance(value, dict) else (lambda word: word == "True") if value is True else type(value)
+    many = {"nargs": "+"} if isinstance(value, list) else {"type": kind}
+    parser.add_argument("--name", **many)
+    shown = flags.as_flag("name", value)
+    assert parser.parse_args(shlex.split(shown, comments=True)).name == value
 
 
 @pytest.fixture
@@ -88,7 +52,9 @@ def elsewhere(tmp_path):
     folder.mkdir()
     (folder / "neighbour.py").write_text("NAME = 'neighbour'\n")
     recipe = folder / "my recipe.py"
-    recipe.write_text("import json, sys\nimport neighbour\nprint(json.dumps(sys.argv))\nsys.exit(0)\n")
+    program = "subprocess.run([sys.executable, '-c', 'import datasets'], check=True)\n"
+    lines = f"import json, subprocess, sys\nimport datasets, neighbour\n{program}print(json.dumps(sys.argv))\nsys.exit(0)\n"
+    recipe.write_text(lines)
     config = folder / "my config.yaml"
     shutil.copy(ROOT / "accelerate_configs/1x3090.yaml", config)
     (tmp_path / "datasets.py").write_text("raise RuntimeError('a file in the working directory was imported')\n")
@@ -124,11 +90,3 @@ def test_locale_and_optimization_of_the_shell_do_not_count(launch, tmp_path):
     shell = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONOPTIMIZE": "2"}
     process = launch("--preview", "--tiny", "./mine.py", "--dataset_name", rows, cwd=tmp_path, **shell)
     assert process.returncode == 0 and "\u2603" in process.stdout, process
-
-
-def test_numbers_are_written_completely_or_not_at_all(tmp_path):
-    launched.write_number(tmp_path / "code", 74)
-    launched.write_number(tmp_path / "code", 1)  # the first one counts
-    launched.write_number(tmp_path / "missing/code", 1)
-    assert launched.read_number(tmp_path / "code") == 74
-    assert launched.read_number(tmp_path / "missing/code") is None

@@ -5,16 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from harness import configs, runs
 from harness.start import parsing, training
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from conftest import ROOT, slow
 from runs import is_complete, losses, read, tiny_documents, tiny_model, weights
-from trl import SFTConfig
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 COUNT_COLLECTIVES = ROOT / "tests/run/count_collectives.py"
@@ -66,19 +65,13 @@ def assert_trained(process, run, model, processes, is_sharded):
 
 
 @slow
-def test_python(start, model, tmp_path):
-    """Into the default output directory."""
-    run = tmp_path / "outputs/qwen2_fineweb_edu"
-    assert_trained(start(RECIPE, "--use_cpu"), run, model, processes=1, is_sharded=False)
-    assert read(run, "run.json")["recipe"] == RECIPE.stem and read(run, "run.json")["config"] == ""
-
-
-@slow
-def test_torchrun(start, model, tmp_path):
-    """The other processes wait for the first one, which checks the run."""
-    run = tmp_path / "run"
-    process = start(*TORCHRUN, CHECK_SLOWLY, "--use_cpu", "--output_dir", run, PYTHONPATH=str(ROOT / "recipes"))
-    assert_trained(process, run, model, processes=PROCESSES, is_sharded=False)
+@pytest.mark.parametrize(("launcher", "processes"), [([], 1), (TORCHRUN, PROCESSES)], ids=["python", "torchrun"])
+def test_python_and_torchrun(start, model, tmp_path, launcher, processes):
+    """Into the default output directory. The other processes wait for the first one, which checks the run."""
+    process = start(*launcher, CHECK_SLOWLY, "--use_cpu", PYTHONPATH=str(ROOT / "recipes"))
+    run = tmp_path / "outputs/check_slowly"
+    assert_trained(process, run, model, processes, is_sharded=False)
+    assert read(run, "run.json")["recipe"] == CHECK_SLOWLY.stem and read(run, "run.json")["config"] == ""
     assert process.stdout.count("The model, train_results.json and loss.png are in") == 1
 
 
@@ -155,55 +148,24 @@ def test_python_has_no_config(monkeypatch, capsys, no_recipe):
     assert training.start_of_training().run == runs.Run(sys.argv[0], trains=True) and not any(capsys.readouterr())
 
 
-@pytest.fixture
-def gpus(monkeypatch, no_recipe):
-    """Gives this process GPUs of a compute capability, until something computes on them."""
-
-    def call(count: int, capability: tuple[int, int]):
-        for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
-        monkeypatch.setattr(AcceleratorState, "_shared_state", {})
-        monkeypatch.setattr(PartialState, "_shared_state", {})
-
-    return call
-
-
 @pytest.mark.parametrize(("own", "lines"), [({}, 1), ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, 0)])
-def test_variable_that_launch_sh_sets_is_named(monkeypatch, capsys, gpus, own, lines):
+def test_variable_that_launch_sh_sets_is_named(monkeypatch, capsys, no_recipe, own, lines):
     """CUDA may have read it when Python of the recipe runs."""
-    gpus(1, (8, 0))
-    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | own)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "ACCELERATE_"))}
+    monkeypatch.setattr(os, "environ", kept | own)
     training.start_of_training().choose_device(values(use_cpu=False, bf16=True))
     assert capsys.readouterr().out.count("PYTORCH_ALLOC_CONF=expandable_segments:True") == lines
 
 
-def test_python_on_several_gpus_is_an_error(monkeypatch, gpus, error_of, tmp_path, model):
-    gpus(4, (8, 0))
-    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    message = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="none", bf16=False)
-    assert "4 GPUs" in message and "CUDA_VISIBLE_DEVICES=0" in message and "--nproc-per-node 4" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_old_driver_of_rtx_40xx(monkeypatch, gpus, error_of, tmp_path, model):
+def test_old_driver_of_rtx_40xx(monkeypatch):
     """accelerate refuses such machines unless NCCL does not copy between GPUs."""
-    gpus(1, (8, 9))
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\ncase $* in *driver*) echo 535.183.01 ;; *) echo 2, RTX 4090; echo 2, RTX 4090 ;; esac\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-    with pytest.raises(NotImplementedError):
-        SFTConfig(tmp_path / "run", bf16=False).device  # noqa: B018 (the property connects)
-    PartialState._shared_state.clear()
-    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    stops = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", bf16=False)
-    assert "file or folder not found: missing.jsonl" in stops
-    assert os.environ["NCCL_P2P_DISABLE"] == os.environ["NCCL_IB_DISABLE"] == "1"
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(parsing, "check_cuda_p2p_ib_support", lambda: False)
+    parsing.disable_peer_to_peer()
+    assert os.environ == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
+
+def test_python_on_several_gpus_is_an_error():
+    facts = training.facts_of_node(runs.Run(str(RECIPE)), SimpleNamespace(n_gpu=4))
+    assert "4 GPUs" in facts["problem"] and "CUDA_VISIBLE_DEVICES=0" in facts["problem"]

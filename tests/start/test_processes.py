@@ -17,23 +17,11 @@ def python(environment, tmp_path):
 
     def call(script, work="", arguments=(), **options):
         (tmp_path / "work.py").write_text(work)
-        variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}{os.pathsep}{tmp_path}"} | options.pop("variables", {})
-        return subprocess.run(
-            [sys.executable, "-c", script, *arguments],
-            cwd=tmp_path,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            **options,
-        )
+        variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}{os.pathsep}{tmp_path}"}
+        options |= {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True, "timeout": 120}
+        return subprocess.run([sys.executable, "-c", script, *arguments], **options)
 
     return call
-
-
-def _hear_ctrl_c():
-    """For `preexec_fn`: these tests may run in the background, where a shell makes programs ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_exit_with_parent(python):
@@ -76,22 +64,17 @@ runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
 WORDS = ["--tiny", str(ROOT / f"recipes/{RECIPE}.py"), str(ROOT / "accelerate_configs/1x3090.yaml")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_during_imports_ends_the_launcher(python, number):
-    """Although an import can swallow the exception that a handler raises."""
-    process = python(INTERRUPT, arguments=[str(int(number)), "yaml", *WORDS], preexec_fn=_hear_ctrl_c)
-    assert process.returncode in (-number, 128 + number) and not process.stderr
-
-
-# Lines of a recipe, and what is inserted before them: signals to all processes.
-MOMENTS = {
-    "the run is checked": ("def main(", "{}\n\n\ndef main("),
-    "the trainers are built": ("    train(", "    {}\n    train("),
-}
-
-
-def test_ctrl_c_is_ignored_in_the_background(python):
-    """A shell makes the programs that it starts in the background ignore SIGINT."""
-    arguments = [str(int(signal.SIGINT)), "yaml", *WORDS, "--max_restarts", "none"]
-    process = python(INTERRUPT, arguments=arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    assert process.returncode == 2 and "--max_restarts" in process.stderr
+@pytest.mark.parametrize(
+    ("number", "handler", "flags", "codes"),
+    [
+        (signal.SIGINT, signal.SIG_DFL, [], (-2, 130)),
+        (signal.SIGTERM, signal.SIG_DFL, [], (-15, 143)),
+        (signal.SIGINT, signal.SIG_IGN, ["--max_restarts", "none"], (2,)),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C in the background"],
+)
+def test_signal_during_imports_of_the_launcher(python, number, handler, flags, codes):
+    """An import can swallow the exception that a handler raises. In the background a shell makes programs ignore SIGINT."""
+    arguments = [str(int(number)), "yaml", *WORDS, *flags]
+    process = python(INTERRUPT, arguments=arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+    assert process.returncode in codes and ("--max_restarts" in process.stderr if flags else not process.stderr)

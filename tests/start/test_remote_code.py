@@ -2,28 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy
 import pytest
-from conftest import ROOT
 from payloads import ran, write_model_with_code
 from safetensors.numpy import save_file
 
-ASK = """
-import sys
-from harness import hub
-from transformers import AutoConfig
-try:
-    with hub.hub_errors("model", "any"):
-        AutoConfig.from_pretrained(sys.argv[1])
-except Exception:
-    print("---")
-from transformers import dynamic_module_utils
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 15  # as transformers has it
-AutoConfig.from_pretrained(sys.argv[1])
-"""
 COMMANDS = {
     "rehearsal": "--tiny qwen2_fineweb_edu 1x3090 --model_name_or_path model",
     "rehearsal of a recipe that loads the model": "--tiny gpt2_xl_wikitext 3xt4_full_shard --model_name_or_path model",
@@ -63,13 +47,3 @@ def test_code_of_a_model_does_not_run(fork_launch, rehearse, folder, command):
     assert process.returncode == 2 and "error: " in process.stderr.splitlines()[-1], process.stdout + process.stderr
     assert "brings Python code of its own" in process.stderr.splitlines()[-1]
     assert "Do you wish to run" not in process.stdout and ran(folder) == []
-
-
-def test_transformers_would_ask(environment, folder):
-    """And run the code."""
-    variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}
-    command = [sys.executable, "-c", ASK, folder / "model"]
-    process = subprocess.run(command, env=variables, input="yes\n" * 9, capture_output=True, text=True)
-    changed, unchanged = process.stdout.split("---\n")
-    assert "Do you wish to run" not in changed and "Do you wish to run the custom code?" in unchanged
-    assert ran(folder) == ["model"]

@@ -52,7 +52,7 @@ def test_every_recipe(preview_tiny, recipe):
     is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
     (sequences,) = re.findall(r"^sequences_per_epoch +(\d+|unknown)$", out, re.MULTILINE)
     assert is_stream or sequences.isdigit()
-    (share,) = re.findall(r"^in_the_loss +([\d.]+)%", out, re.MULTILINE)
+    (share,) = re.findall(r"^in the loss +([\d.]+)%", out, re.MULTILINE)
     is_text = recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
     assert float(share) > 98 if is_text else 5 < float(share) < 100
 

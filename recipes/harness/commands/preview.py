@@ -274,7 +274,7 @@ def print_numbers(found: dict[str, Any]) -> None:
     numbers |= {name: value for name, value in found.items() if isinstance(value, int | float | None)}
     for name, value in (numbers | found["lengths"]).items():
         text = f"{value:.1%}" if isinstance(value, float) else str(value)
-        print_once(f"{name:<20} {'unknown' if value is None else text}")
+        print_once(f"{name.replace('_', ' '):<20} {'unknown' if value is None else text}")
 
 
 if __name__ == "__main__":

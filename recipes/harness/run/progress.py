@@ -151,7 +151,10 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
     shown = {name: logs[name] for name in SHOWN if name in logs}
     if "eval_reward" not in logs:  # its loss compares several answers to a prompt, and here is one
         shown |= evaluation_losses(logs)
-    text = format_metrics(shown | own_metrics(logs))
+    shown |= own_metrics(logs)
+    text = format_metrics({name.removeprefix("eval_"): value for name, value in shown.items()})
+    if text and any(name.startswith("eval_") for name in shown):
+        text = f"evaluation {text}"
     if "loss" in logs and seconds_left is not None:
         text += f", {datetime.timedelta(seconds=round(seconds_left))} left"
     if text:

@@ -15,9 +15,9 @@ from typing import Any
 from harness.data import formats, images
 from harness.data.reading import PLACE, ROW, absolute_name
 from harness.data.settings import DataSettings, Source
-from harness.data.turns import RefusedRow, without
+from harness.data.turns import RefusedRow, is_nothing, without
 from harness.hub import hub_errors
-from harness.messages import UserError
+from harness.messages import UserError, print_once
 
 import xxhash
 from datasets import Dataset, Features, IterableDataset, Value
@@ -286,6 +286,7 @@ def find_conversion(
         for format in data.formats:
             conversion = replace(conversion, format=format)
             if next(usable_rows(searched, conversion), None):
+                print_ignored_columns(columns, [row for _, row in first], conversion)
                 return conversion, columns
     reasons: dict[str, None] = {} if first else {"it is empty": None}  # in order
     for format in data.formats:
@@ -294,10 +295,29 @@ def find_conversion(
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
     renamed = ", ".join(formats.rename(dict.fromkeys(columns), column_map))
     raise UserError(
-        f"--dataset_name: {source.display_name} has the columns {renamed}: its first rows cannot be used ({', '.join(reasons)}); "
+        f"--dataset_name: {source.display_name} has the columns {renamed or '(none)'}: its first rows cannot be used "
+        f"({', '.join(reasons)}); "
         f"this recipe needs {wanted}. If the columns have other names: --column_map "
         """'{"OLD": "NEW", "OLD": "NEW"}'"""
     )
+
+
+def print_ignored_columns(columns: list[str], rows: list[dict], conversion: Conversion) -> None:
+    """Prints which columns change nothing in the converted first rows: one with another name is not trained on."""
+    ignored = []
+    for column in columns:
+        has_values = any(not is_nothing(row.get(column)) for row in rows)
+        if has_values and all(is_without_effect(column, row, conversion) for row in rows):
+            ignored.append(column)
+    if ignored:
+        print_once(f"{conversion.name}: ignored columns: {', '.join(ignored)}.")
+
+
+def is_without_effect(column: str, row: dict, conversion: Conversion) -> bool:
+    try:
+        return conversion.convert(row) == conversion.convert(without(row, column))
+    except RefusedRow:  # such as a row without its images
+        return False
 
 
 def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[dict]:

@@ -105,6 +105,8 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
         for values in reader:
             if not header:
                 header = list(map(str.strip, values))
+                if len(header) > len(set(header)):  # the last one would be used
+                    raise csv.Error(f"two columns have one name ({', '.join(header)})")
             elif len(values) > len(header):
                 raise csv.Error(f"{len(values)} values, but the header names {len(header)} columns ({', '.join(header)})")
             elif values:

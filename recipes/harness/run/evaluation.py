@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from harness import folder
 from harness.compat.trl import logged_metrics
-from harness.messages import print_once
+from harness.messages import UserError, print_once
 from harness.run.metrics import evaluation_losses, logged_by_evaluations
 from harness.run.progress import size_of
 
@@ -25,6 +25,15 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     if evaluation_losses(logged):
         return logged
     return trainer.evaluate()
+
+
+def check_metric(trainer: Trainer) -> None:
+    """Raises UserError for a `metric_for_best_model` that nobody computes: transformers notices at the first evaluation."""
+    name = trainer.args.metric_for_best_model or "loss"
+    is_of_library = type(trainer).__module__ in ("transformers.trainer", "trl.trainer.sft_trainer")
+    of_sft = name.removeprefix("eval_") in ("entropy", "mean_token_accuracy", "num_tokens")
+    if is_of_library and not (trainer.compute_metrics or of_sft or name.endswith(("loss", "runtime", "_per_second"))):
+        raise UserError(f"--metric_for_best_model {name} is not computed: pass eval_loss, or compute_metrics to the trainer")
 
 
 def step_of_saved_model(trainer: Trainer) -> int:

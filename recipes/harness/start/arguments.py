@@ -62,11 +62,13 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     parser.add_argument("--config")
     path = parser.parse_known_args(words)[0].config
     in_file = read_yaml(path, "--config") if path else {}
-    folder = {"output_dir": run.default_output_dir}
-    in_log_file = {"disable_tqdm": not sys.stderr.isatty()}  # there a progress bar is a thousand lines
-    parser.set_defaults_with_config(**DEFAULTS | folder | in_log_file)  # not every class of arguments has all of them
-    of_rehearsal = tiny.values_for(config_class) | folder if run.tiny else {}  # which must not claim the folder of the run
-    unknown = parser.set_defaults_with_config(**values_of_config(run.config) | recipe | of_rehearsal | in_file)
+    of_harness = DEFAULTS | values_of_config(run.config) | {"output_dir": run.default_output_dir}
+    of_harness["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
+    parser.set_defaults_with_config(**of_harness)  # not every class of arguments has all of them
+    unknown = parser.set_defaults_with_config(**recipe)
+    if run.tiny:  # which must not claim the folder of the run
+        parser.set_defaults_with_config(**tiny.values_for(config_class) | {"output_dir": run.default_output_dir})
+    unknown += parser.set_defaults_with_config(**in_file)
     values, rest = parser.parse_known_args(words)
     if wrong := unknown + rest:
         word = wrong[0]

@@ -97,6 +97,8 @@ def check_generation(script_args: ScriptArguments, training_args: TrainingArgume
         raise UserError("--dataset_streaming: the prompts of a trainer that generates cannot be streamed: leave it out")
     if not hasattr(training_args, "num_generations"):
         return
+    if training_args.metric_for_best_model in ("loss", "eval_loss"):  # the first checkpoint would be the best one
+        raise UserError("--metric_for_best_model: the loss of an evaluation on rewards is 0: leave it out, or pass reward")
     rows = training_args.generation_batch_size
     group = training_args.num_generations
     if rows % group:
@@ -122,6 +124,8 @@ def check_flags_have_effect(
         unread["--load_in_4bit --use_peft"] = {"bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"}
     if training_args.warmup_steps and schedule in ("constant", "reduce_lr_on_plateau", "greedy"):
         unread[f"another --lr_scheduler_type than {schedule}"] = {"warmup_steps"}
+    if hasattr(training_args, "label_smoothing"):  # of DPO
+        unread["a trainer that reads it: leave it out, --label_smoothing is DPO's own"] = {"label_smoothing_factor"}
     if script_args.max_tokens:
         unread["leaving out --max_tokens"] = {"max_steps", "num_train_epochs"}
     if "global_batch_size" in given:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from planner import cards, links, memory, pages, proposals, roofline, summary
+from planner import cards, links, memory, proposals, roofline, summary
 from planner.ledger import Counts, Peak
 from planner.simulation import Simulation
 
@@ -50,35 +50,28 @@ def moving(**moved: float) -> Counts:
 
 
 def test_card_must_hold_peak_and_reserve():
-    plan = summary.make_plan(FOUND)
+    """That of the user comes first."""
+    own, smaller = (cards.card_of_user("A4000", memory, 155, 768) for memory in (24.2, 21.9))
+    plan = summary.make_plan(FOUND, all_cards=(own, *cards.CARDS))
     assert plan["peak_gpu_gb"] == 20.0 and plan["reserve_gb"] == pytest.approx(2.0)
-    assert [name for name, fits in plan["fits"].items() if not fits] == ["T4"]
+    assert next(iter(plan["fits"])) == "A4000" and [name for name, fits in plan["fits"].items() if not fits] == ["T4"]
+    assert plan["free_gb"]["A4000"] == pytest.approx(24.2 - 20 - 2.0) and not memory.fits(smaller, FOUND, 20e9)
+    assert plan["step_seconds"]["A4000"] == pytest.approx(312 / 155 / 0.60, abs=0.001)
     assert plan["largest_micro_batch"]["RTX 3090"] == 2 and plan["largest_micro_batch"]["A100 80 GB"] == 11
     assert "T4" not in plan["tokens_per_second"], "a T4 has no bf16"
-    assert summary.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
 
 
-@pytest.mark.parametrize(
-    ("card", "processes", "shards", "replicas", "expected"),
-    [
-        ("RTX 3090", 1, 1, 1, 0),
-        ("RTX 3090", 4, 4, 1, 0.5),
-        ("A100 80 GB", 2, 2, 1, 0.57),
-        ("A100 80 GB", 4, 4, 1, 0.72),
-        ("A100 80 GB", 4, 1, 4, 0.72),  # DDP
-        ("A100 80 GB", 8, 4, 2, 0.72 + 0.72 + 0.57),
-    ],
-)
-def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, expected):
-    simulation = found_with(processes=processes, shards=shards, replicas=replicas)
-    assert memory.nccl_buffers(simulation, CARDS[card]) == pytest.approx(expected * cards.GB)
-    rest = memory.CUDA_CONTEXT + memory.FRAGMENTATION * 20e9
-    assert memory.reserve(simulation, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
-    with_pcie = links.with_links(CARDS[card], has_nvlink=False)
-    assert memory.nccl_buffers(simulation, with_pcie) <= memory.nccl_buffers(simulation, CARDS[card])
+def test_nccl_buffers_of_each_communicator():
+    """Of all processes, and with hybrid sharding of the shards and of the replicas."""
+    alone, hybrid = found_with(processes=1, shards=1), found_with(processes=8, shards=4, replicas=2)
+    for name, expected in (("RTX 3090", 3 * 0.5), ("A100 80 GB", 0.72 + 0.72 + 0.57)):
+        assert memory.nccl_buffers(hybrid, CARDS[name]) == pytest.approx(expected * cards.GB)
+        difference = memory.reserve(hybrid, 20e9, CARDS[name]) - memory.reserve(alone, 20e9, CARDS[name])
+        assert difference == pytest.approx(expected * cards.GB)
+    assert memory.nccl_buffers(hybrid, links.with_links(CARDS["A100 80 GB"], has_nvlink=False)) == 3 * 0.5 * cards.GB
 
 
-def test_step_takes_as_long_as_its_host(capsys):
+def test_step_takes_as_long_as_its_host():
     """A host starts a kernel in 26 µs, in 18 µs if it generates; the slower of GPU and host counts."""
     card = CARDS["H100 80 GB"]
     few, many = (found_with(step=dataclasses.replace(FOUND.step, launches=count)) for count in (1_000, 200_000))
@@ -86,19 +79,6 @@ def test_step_takes_as_long_as_its_host(capsys):
     assert roofline.step_seconds(card, many) == pytest.approx(5.2)
     generating = found_with(completion=100, generations=1, token=Counts({}, {}, 0, launches=10_000))
     assert roofline.generating_seconds(card, generating) == pytest.approx(18)
-    for simulation, waits in ((few, False), (many, True)):
-        pages.print_plan(summary.make_plan(simulation), {"H100 80 GB"})
-        assert ("would wait for the host" in capsys.readouterr().out) is waits
-
-
-def test_card_of_the_user():
-    """It comes first, with the memory and the speed that were given."""
-    card = cards.card_of_user("A4000", 24.2, 155, 768)
-    plan = summary.make_plan(FOUND, all_cards=(card, *cards.CARDS))
-    assert list(plan["fits"])[:2] == ["A4000", "T4"]
-    assert plan["fits"]["A4000"] and plan["free_gb"]["A4000"] == pytest.approx(24.2 - 20 - 2.0)
-    assert not summary.make_plan(FOUND, all_cards=(cards.card_of_user("A4000", 21.9, 155, 768),))["fits"]["A4000"]
-    assert plan["step_seconds"]["A4000"] == pytest.approx(312 / 155 / 0.60, abs=0.001)
 
 
 def test_transfers_overlap_with_compute():
@@ -125,27 +105,18 @@ def test_gpu_waits_for_offload():
     assert seconds(to_host=19e9, added_on_host=19e9) == pytest.approx(compute + 1 + 19e9 / 4 * 0.85e-9)
 
 
-@pytest.mark.parametrize(("shards", "is_gathered"), [(1, False), (4, True)])
-def test_only_shards_are_gathered(capsys, shards, is_gathered):
-    peaks = {"forward": Peak(3 * 10**9, {"weights": 10**9, "gathered": 10**9, "teacher": 10**9})}
-    pages.print_plan(summary.make_plan(found_with(shards=shards, peaks=peaks)), {"RTX 3090"})
-    lines = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.strip().startswith("1.00 ")]
-    assert len(lines) == 3 and lines[0] == "weights" and "teacher" in lines[2]
-    assert ("gathered" in lines[1]) == is_gathered and "gathered" not in lines[0] + lines[2]
-
-
 def test_host_memory_and_disk_space():
-    plan = summary.make_plan(FOUND)
-    assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
-    assert summary.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
-    mapped = summary.make_plan(found_with(quantized=3 * 10**9))
-    assert mapped["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 1), "the mapped file can be dropped"
-    assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
-    assert summary.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
-    adapter = summary.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
-    assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
-    in_4_bits = summary.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7, quantized=6 * 10**8))
-    assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)
+    adapter = {"is_adapter": True, "trained": 10**7, "optimizer": 2 * 10**7}
+    expected = [
+        ({}, 4 * 4, 2 + 2 * 12 + 2),  # every process reads the whole model
+        ({"copies": 1}, 4, 2 + 2 * 12 + 2),
+        ({"optimizer": 5 * 10**8}, 4 * 4, 2 + 2 * 6 + 2),  # 8-bit states
+        (adapter, 4 * 4, 2 + 2 * 0.12 + 0.04),
+        (adapter | {"quantized": 3 * 10**9}, 4 * 1, 2 + 3 + 2 * 0.12 + 0.04),  # the mapped file can be dropped
+    ]
+    for changes, host, disk in expected:
+        plan = summary.make_plan(found_with(**changes))
+        assert (plan["peak_host_gb"], plan["disk_gb"]) == pytest.approx((4 * 2.5 + host, disk)), changes
 
 
 def test_bytes_across_nodes():

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
@@ -27,7 +28,6 @@ from harness import configs
 from harness.folder import read_json
 from harness.runs import Run
 from planner import command, fakes, processes, simulation
-from planner.ledger import Ledger
 from planner.size import PLANNED
 
 
@@ -79,11 +79,7 @@ class RealTensors:
 def measure_peak(run: Run, flags: list[str]) -> int:
     """Runs one step on real tensors; returns the largest number of bytes that were allocated."""
     tensors = RealTensors()
-
-    def make_fakes(ledger: Ledger) -> RealTensors:
-        return tensors
-
-    simulation.simulate(run, flags, make_fakes, with_evaluation=False)
+    simulation.simulate(run, flags, lambda ledger: tensors, with_evaluation=False)
     return tensors.peak()
 
 
@@ -91,18 +87,17 @@ def run_real(method: str, run: Run, flags: list[str], port: int) -> int:
     """Calls `measure_peak` in all processes of the config; returns the peak of the first one."""
     started = []
     for rank in range(run.processes):
-        if run.processes > 1:
-            ranks = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": run.processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            os.environ.update({name: str(value) for name, value in ranks.items()})
-        started.append(processes.Process(method, measure_peak, run, flags))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": run.processes,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        if run.processes == 1:
+            variables = {}
+        with mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+            started.append(processes.Process(method, measure_peak, run, flags))
     ends = [process.wait() for process in started]
     if any(code for code, _ in ends):
         raise RuntimeError(f"the run on real tensors failed with exit codes {[code for code, _ in ends]}")

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytestmark = slow  # a minute
 LAYERS = 2
 SIZES = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
 FAMILIES = {
-    "qwen2": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS, "num_attention_heads": 8},
-    "llama": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS, "num_attention_heads": 8},
+    "qwen2": LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama": LLAMA,
     "gpt2": {"n_embd": 512, "n_layer": LAYERS, "n_head": 8, "n_positions": 1024},
 }
-FAMILIES["qwen2"] |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 CHECKPOINTED = "LoRA with checkpointing"
 LORA = ["--use_peft", "--activation_checkpointing", "true"]
 CASES = {  # family, config, processes, flags

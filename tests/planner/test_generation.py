@@ -11,8 +11,10 @@ import pytest
 from conftest import ROOT
 from runs import tiny_tokenizer
 
-LAYERS, HEADS, SIZE = 8, 8, 128  # heads of keys and values
+LAYERS = 8
+KEYS_AND_VALUES = 2 * 2 * LAYERS * 8 * 128  # bytes of a token in 16 bits, of 8 heads with 128 numbers
 ROWS, PROMPT, COMPLETION = 64, 256, 512
+EMBEDDING = 151_936 * 1024
 CARD = cards.find_card("3090")
 
 
@@ -40,26 +42,25 @@ def found(simulate, tmp_path_factory) -> list[Simulation]:
 
 
 def test_cache_has_keys_and_values_of_all_texts(found):
-    simulation = found[0]
-    assert (simulation.generated_rows, simulation.prompt, simulation.completion) == (ROWS, PROMPT, COMPLETION)
-    tokens = ROWS * (PROMPT + COMPLETION)
-    cache = 2 * 2 * LAYERS * HEADS * SIZE * tokens  # bytes of keys and of values in 16 bits
-    assert cache <= simulation.peaks["generate"].by_holder["cache"] <= (1 + 1 / LAYERS) * cache, "one layer is copied at a time"
+    run = found[0]
+    assert (run.generated_rows, run.prompt, run.completion) == (ROWS, PROMPT, COMPLETION)
+    cache = KEYS_AND_VALUES * ROWS * (PROMPT + COMPLETION)
+    assert cache <= run.peaks["generate"].by_holder["cache"] <= (1 + 1 / LAYERS) * cache, "one layer is copied at a time"
 
 
 def test_few_layers_give_what_all_layers_give(found):
     few, every = found[:2]
     assert few.simulated_layers == 5 and every.simulated_layers == 0
     assert few.token == every.token and few.step == every.step
-    for moment, peak in every.peaks.items():
-        assert few.peaks[moment].bytes == pytest.approx(peak.bytes, rel=1e-4), moment
+    sizes, expected = ({moment: peak.bytes for moment, peak in one.peaks.items()} for one in (few, every))
+    assert sizes == pytest.approx(expected, rel=1e-4)
 
 
 def test_token_reads_all_weights(found):
     """And the cache: once to add to it, once for each query head that shares it, and once for attention."""
     simulation = found[0]
     weights = simulation.peaks["generate"].by_holder["weights"]
-    cache = 2 * 2 * LAYERS * HEADS * SIZE * ROWS * (PROMPT + COMPLETION // 2)
+    cache = KEYS_AND_VALUES * ROWS * (PROMPT + COMPLETION // 2)
     assert weights + cache < simulation.token.touched < 1.5 * weights + 9 * cache
     assert 50 * LAYERS < simulation.token.launches < 200 * LAYERS
     host = simulation.token.launches * cards.LAUNCH_GENERATING
@@ -70,18 +71,16 @@ def test_token_reads_all_weights(found):
 
 def test_sharded_weights_are_gathered_for_each_token(found):
     alone, sharded = found[0], found[2]
-    layers = 2 * (alone.parameters - 151_936 * 1024)  # the embedding and the head remain gathered
-    assert sharded.token.moved["gathered"] == pytest.approx(layers, rel=0.1)
-    assert not alone.token.moved
+    layers = 2 * (alone.parameters - EMBEDDING)  # the embedding and the head remain gathered
+    assert sharded.token.moved["gathered"] == pytest.approx(layers, rel=0.1) and not alone.token.moved
 
 
 def test_teacher_is_whole_on_each_gpu(found):
     """In 4 bits, with a float32 scale for each 64 weights, where the recipe quantizes it; sharded is the model alone."""
     simulation = found[3]
-    embedding = 151_936 * 1024
-    quantized = simulation.parameters - embedding
+    quantized = simulation.parameters - EMBEDDING
     for moment in ("forward", "backward", "generate"):
         held = simulation.peaks[moment].by_holder
-        assert held["teacher_model"] == pytest.approx(quantized * (1 / 2 + 4 / 64) + 2 * embedding, rel=1e-3), moment
+        assert held["teacher_model"] == pytest.approx(quantized * (1 / 2 + 4 / 64) + 2 * EMBEDDING, rel=1e-3), moment
         assert held["weights"] == pytest.approx(2 * simulation.parameters / 4, rel=0.1) and simulation.shards == 4, moment
     assert simulation.copies == 4, "each process reads the teacher, and with it the model, from their files"

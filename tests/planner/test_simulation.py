@@ -32,31 +32,28 @@ PARAMETERS = {  # from the page of each model on the Hub
 
 
 @pytest.fixture(scope="module")
-def fields(simulate) -> dict[tuple[str, str], list[dict]]:
+def both(simulate) -> dict[tuple[str, str], tuple[Simulation, Simulation]]:
     """The simulation of every pair, with a few of its layers extended to all, and with all layers."""
     kinds = ["cuda to the end", "cuda to the end with all layers"]
     files = [(ROOT / f"recipes/{recipe}.py", ROOT / f"accelerate_configs/{config}.yaml") for recipe, config in PAIRS]
-    found = simulate([(*pair, [], kind) for pair in files for kind in kinds])
+    found = [simulation_of(fields) for fields in simulate([(*pair, [], kind) for pair in files for kind in kinds])]
     return dict(zip(PAIRS, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
 @pytest.fixture(scope="module")
-def found(fields) -> dict[tuple[str, str], Simulation]:
-    """The simulation of every pair."""
-    return {pair: simulation_of(dict(extended)) for pair, (extended, _) in fields.items()}
+def found(both) -> dict[tuple[str, str], Simulation]:
+    return {pair: extended for pair, (extended, _) in both.items()}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
-def test_few_layers_give_what_all_layers_give(pair, fields):
+def test_few_layers_give_what_all_layers_give(pair, both):
     """Counts are equal; memory, also with a micro-batch twice as large, to 0.01 %, in each moment to 1 %."""
-    extended, every = map(simulation_of, map(dict, fields[pair]))
+    extended, every = both[pair]
     assert (extended.simulated_layers, every.simulated_layers) == (0 if "ddp" in pair[1] else 5, 0)
     assert (extended.step, extended.token) == (every.step, every.token)
     for place in ("peaks", "host_peaks"):
-        peaks, expected = getattr(extended, place), getattr(every, place)
-        assert peaks.keys() == expected.keys()
-        for moment, peak in expected.items():
-            assert peaks[moment].bytes == pytest.approx(peak.bytes, rel=1e-2), moment
+        few, expected = ({moment: peak.bytes for moment, peak in getattr(one, place).items()} for one in both[pair])
+        assert few == pytest.approx(expected, rel=1e-2), place
     assert extended.peak.bytes == pytest.approx(every.peak.bytes, rel=1e-4)
     sizes = [max(fixed + 2 * growing for fixed, growing in one.hull) for one in (extended, every)]
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-4)
@@ -64,31 +61,22 @@ def test_few_layers_give_what_all_layers_give(pair, fields):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_pair_fits_the_card_of_its_config(pair, found):
-    card = CARDS["T4" if "t4" in pair[1] else "RTX 3090"]
-    assert memory.fits(card, found[pair], found[pair].peak.bytes)
-    assert found[pair].parameters == PARAMETERS[found[pair].model]
-    assert {"load", "forward", "backward", "save"} <= found[pair].peaks.keys()
+    run = found[pair]
+    assert memory.fits(CARDS["T4" if "t4" in pair[1] else "RTX 3090"], run, run.peak.bytes)
+    assert run.parameters == PARAMETERS[run.model]
+    assert {"load", "forward", "backward", "save"} <= run.peaks.keys()
 
 
-def test_table_has_the_simulated_memory(found):
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \|", TABLE, re.MULTILINE)
-    sizes = {(recipe, config): float(size) for recipe, config, size in rows}
-    assert sizes
-    for pair in sizes.keys() & set(PAIRS):
-        assert sizes[pair] == pytest.approx(found[pair].peak.bytes / 1e9, abs=0.06), pair
-
-
-def test_table_has_the_simulated_speed(found):
-    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d,]+)(?: on (\w+)s)? \|$", re.MULTILINE)
-    rows = row.findall(TABLE)
-    without = len(re.findall(r"^\| `.*\| – \|$", TABLE, re.MULTILINE))
-    assert len(rows) == len(TABLE_PAIRS) - without  # as long as all others are forecasts
-    for recipe, config, speed, name in rows:
-        if (recipe, config) in PAIRS:
-            run = found[recipe, config]
-            tokens = run.tokens * run.accumulation * run.processes
-            seconds = roofline.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(name, "RTX 3090")], run)
-            assert float(speed.replace(",", "")) == pytest.approx(tokens / seconds, rel=0.06), (recipe, config)
+def test_table_has_the_simulated_memory_and_speed(found):
+    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d.]+) GB \| ([\d,]+)(?: on (\w+)s)? \|$", re.MULTILINE)
+    rows = {(recipe, config): rest for recipe, config, *rest in row.findall(TABLE)}
+    assert len(rows) == len(TABLE_PAIRS)  # as long as all are forecasts
+    for pair in PAIRS:
+        run, (size, speed, name) = found[pair], rows[pair]
+        assert float(size) == pytest.approx(run.peak.bytes / 1e9, abs=0.06), pair
+        card = CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(name, "RTX 3090")]
+        expected = run.tokens * run.accumulation * run.processes / roofline.step_seconds(card, run)
+        assert float(speed.replace(",", "")) == pytest.approx(expected, rel=0.06), pair
 
 
 @slow
@@ -119,16 +107,12 @@ def test_flops_of_packed_documents(found):
     assert flops < 0.9 * of_whole_rows
 
 
-def test_moved_bytes_follow_from_the_config(found):
-    offload = found["qwen2_fineweb_edu", "1x3090_offload"].step.moved
-    # 8 micro-batches copy the model to the GPU twice, the tied head once.
-    assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)
-    assert offload["to_host"] == pytest.approx(4 * 494_032_768, rel=0.001) and "added_on_host" not in offload
-
-
-def test_states_of_the_optimizer_are_kept_through_a_step(found):
-    """AdamW's two, in float32; with offload on the host."""
+def test_moved_bytes_and_states_of_the_optimizer(found):
+    """AdamW's two states, in float32, are kept through a step; with offload on the host."""
     run = found["qwen2_fineweb_edu", "1x3090_offload"]
+    # 8 micro-batches copy the model to the GPU twice, the tied head once.
+    assert run.step.moved["to_gpu"] == pytest.approx(27.3e9, rel=0.01)
+    assert run.step.moved["to_host"] == pytest.approx(4 * 494_032_768, rel=0.001) and "added_on_host" not in run.step.moved
     assert run.optimizer == 8 * 494_032_768
     for moment in ("backward", "optimizer step"):
         assert run.host_peaks[moment].by_holder["optimizer"] == pytest.approx(run.optimizer, rel=0.001), moment

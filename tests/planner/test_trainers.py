@@ -1,4 +1,4 @@
-"""Trainers of docs/your-recipe.md that are no recipe of this project have a plan too."""
+"""Plans of trainers that are no recipe of this project, and of models that a trainer holds next to the one it trains."""
 
 import json
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 OWN = ROOT / "tests/recipes/own"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "max_window_layers": 8, "num_attention_heads": 2}
 TRAINERS = ("kto", "rloo", "translate")
+REFERENCE = 2 * 494_032_768  # bytes in bf16, from the number of parameters on the model's page on the Hub
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +29,36 @@ def found(simulate, tmp_path_factory):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(f'{{"text": "The number {number} comes before {number + 1}"}}\n' for number in range(24)))
     flags = ["--model_name_or_path", folder, "--dataset_name", rows]
-    config = ROOT / "accelerate_configs/1x3090.yaml"
+    one, four = (ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_full_shard"))
     (folder / "rloo.py").write_text((OWN / "rewards.py").read_text().replace("GRPO", "RLOO"))
     recipes = [OWN / "kto.py", folder / "rloo.py", OWN / "translate.py"]
-    runs = [(recipe, config, flags, "cuda to the end") for recipe in recipes]
-    return dict(zip(TRAINERS, map(simulation_of, simulate(runs)), strict=True))
+    runs = {name: (recipe, one, flags, "cuda to the end") for name, recipe in zip(TRAINERS, recipes, strict=True)}
+    dpo = ROOT / "recipes/qwen3_dpo.py", ["--use_peft", "false", "--model_name_or_path", "Qwen/Qwen2-0.5B-Instruct"], "cuda"
+    runs["reference"], runs["sharded reference"] = ((dpo[0], config, *dpo[1:]) for config in (one, four))
+    runs["teacher"] = (OWN / "distill.py", one, ["--dataset_name", "trl-lib/Capybara"], "cuda")
+    return dict(zip(runs, map(simulation_of, simulate(runs.values())), strict=True))
+
+
+def held(simulation: simulation.Simulation, name: str) -> dict[str, int]:
+    """Bytes of a holder on the GPU at the peak of each moment."""
+    return {moment: peak.by_holder.get(name, 0) for moment, peak in simulation.peaks.items()}
+
+
+def test_reference_model_is_a_part_of_its_own(found):
+    """On the GPU whole, or sharded: TRL shards it as one unit, which is gathered as a whole."""
+    sizes = held(found["reference"], "ref_model")
+    for moment in ("forward", "backward", "optimizer step"):
+        assert sizes[moment] == pytest.approx(REFERENCE, rel=1e-3), moment
+    assert held(found["reference"], "weights")["forward"] == pytest.approx(2 * REFERENCE, rel=1e-3), "trained in float32"
+    run = found["sharded reference"]
+    assert held(run, "ref_model")["forward"] == pytest.approx(REFERENCE / 4, rel=1e-2)
+    assert held(run, "gathered")["forward"] >= REFERENCE
+    assert run.copies == 4, "every process loads it, and the model, from their files"
+
+
+def test_teacher_of_an_own_trainer(found):
+    sizes = held(found["teacher"], "teacher")
+    assert sizes["backward"] == sizes["forward"] == pytest.approx(2 * REFERENCE, rel=1e-3), "in float32"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -51,7 +51,7 @@ def moving(**moved: float) -> Counts:
 
 def test_card_must_hold_peak_and_reserve():
     """That of the user comes first."""
-    own, smaller = (cards.card_of_user("A4000", memory, 155, 768) for memory in (24.2, 21.9))
+    own, smaller = (cards.card_of_user("A4000", size, 155, 768) for size in (24.2, 21.9))
     plan = summary.make_plan(FOUND, all_cards=(own, *cards.CARDS))
     assert plan["peak_gpu_gb"] == 20.0 and plan["reserve_gb"] == pytest.approx(2.0)
     assert next(iter(plan["fits"])) == "A4000" and [name for name, fits in plan["fits"].items() if not fits] == ["T4"]

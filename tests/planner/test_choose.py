@@ -51,6 +51,7 @@ def test_misspelt_machine_is_one_error(error_of, text):
 
 
 def test_grid_of_several_nodes(error_of):
+    """SLURM's signal comes early enough for two steps, of twice their forecast, and a checkpoint; launch.sh asks for 300 s."""
     grid = grid_of(ROOT / "recipes/llama31_8b_lora.py", "2x4xA100,200GB")
     assert (grid.processes, grid.nodes) == (8, 2)
     assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
@@ -59,18 +60,10 @@ def test_grid_of_several_nodes(error_of):
         candidate = choose.Candidate(Option(path, 4, False), found_with(step=Counts({"torch.bfloat16": flops}, {}, 0)), 1.0)
         line = chosen.command_line("r", machines.read_machine("2x4xA100"), candidate, ["--seed", "1"], grid)
         assert line.startswith(f"sbatch --nodes 2 --gpus-per-node 4 {signal}launch.sh r 2x4gpu_hybrid_shard --seed 1")
+    assert [chosen.signal_seconds(step) for step in (60, 61, 152.5)] == [0, 360, 720]
+    assert f"#SBATCH --signal=USR1@{chosen.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
     assert "2x4gpu_hybrid_shard" not in names_of(grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", "3x1xT4"))
     assert "--for" in error_of(grid_of, RECIPE, "3x2x3090")  # 16 rows
-
-
-def test_links_of_a_machine(capsys, monkeypatch):
-    a100, bridge = (machines.read_machine(text).card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
-    assert a100.link == a100.pcie < cards.find_card("A100").link == 210e9 and bridge.link == 39e9 > CARD.link
-    own = (cards.card_of_user("A4000", 16.9, 77, 448), *cards.CARDS)
-    assert machines.read_machine("2xA4000", own).card == own[0]
-    monkeypatch.setattr(machines, "ask_nvidia_smi", lambda *options: TOPOLOGY)
-    gpus = [Gpu(16.9e9, "NVIDIA RTX A4000", 8.6, index) for index in (0, 1)]
-    assert machines.this_machine(gpus, own).card == own[0] and "NVLink" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -114,11 +107,17 @@ NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X
 """
 
 
-def test_nvlink_of_the_visible_gpus():
+def test_links_of_the_gpus(capsys, monkeypatch):
     """Network cards, which are never connected by NVLink, do not count."""
     expected = {(0, 1): True, (2, 3): False, (0, 1, 2, 3): False, (0,): None, (0, 4): None}
     assert {gpus: links.are_linked(TOPOLOGY, list(gpus)) for gpus in expected} == expected
-    assert links.are_linked("", [0, 1]) is None
+    a100, bridge = (machines.read_machine(text).card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
+    assert a100.link == a100.pcie < cards.find_card("A100").link == 210e9 and bridge.link == 39e9 > CARD.link
+    own = (cards.card_of_user("A4000", 16.9, 77, 448), *cards.CARDS)
+    assert machines.read_machine("2xA4000", own).card == own[0]
+    monkeypatch.setattr(machines, "ask_nvidia_smi", lambda *options: TOPOLOGY)
+    gpus = [Gpu(16.9e9, "NVIDIA RTX A4000", 8.6, index) for index in (0, 1)]
+    assert machines.this_machine(gpus, own).card == own[0] and "NVLink" in capsys.readouterr().err
 
 
 def test_grid_of_one_and_of_several_gpus():
@@ -188,56 +187,44 @@ def test_choice_is_nearly_the_fastest_of_the_grid():
     assert simulated < 0.6 * 100 * 40
 
 
-# 600 × 0.2 s of 1 s are twice the minute of compiling.
-@pytest.mark.parametrize(
-    ("steps", "is_4bit", "is_packed", "is_taken"),
-    [
-        (600, False, True, True),
-        (200, False, True, False),
-        (-1, False, True, False),
-        (600, True, True, False),
-        (600, False, False, False),
-    ],
-)
-def test_compiled_layers_earn_the_time_of_compiling(steps, is_4bit, is_packed, is_taken):
-    """On a card with 1e12 FLOP/s: a step takes 1 s, and 0.8 s if it is compiled."""
+def test_compiled_layers_earn_the_time_of_compiling():
+    """On a card with 1e12 FLOP/s, a step takes 1 s, and 0.8 s if it is compiled: 600 steps earn two minutes."""
     card = dataclasses.replace(CARD, half=1e12)
     one = found_with(processes=1, shards=1, peaks={"backward": Peak(10**9, {})})
     plain, compiled = (dataclasses.replace(one, step=Counts({"torch.bfloat16": of * 0.6e12}, {}, 0)) for of in (1, 0.8))
     best = choose.Candidate(Option(PATHS[0], 2, None), plain, roofline.step_seconds(card, plain))
-    simulated = []
 
-    def simulate(options):
-        simulated.extend(options)
-        return [compiled]
+    def weigh(steps, simulate=lambda options: [compiled], **changes):
+        values = {"load_in_4bit": False, "packing": True} | changes
+        return choose.weigh_compiling(Machine("", 1, card), best, [best.option], values, simulate, lambda one: steps)[0]
 
-    values = {"load_in_4bit": is_4bit, "packing": is_packed}
-    found, _ = choose.weigh_compiling(Machine("", 1, card), best, [best.option], values, simulate, lambda one: steps)
-    assert bool(found) is is_taken
-    assert len(simulated) == (is_packed and not is_4bit), "nothing is simulated where layers are not compiled"
-    if found:
-        assert found[0].option.flags == ["--per_device_train_batch_size", "2", "--torch_compile", "true"]
-        assert found[0].seconds == pytest.approx(0.8)
+    assert not weigh(200) and not weigh(-1)
+    # Layers that are not compiled are not simulated.
+    assert not weigh(600, None, load_in_4bit=True) and not weigh(600, None, packing=False)
+    (found,) = weigh(600)
+    assert found.option.flags == ["--per_device_train_batch_size", "2", "--torch_compile", "true"]
+    assert found.seconds == pytest.approx(0.8)
 
 
-def test_what_does_not_fit_is_not_chosen():
+def test_what_does_not_fit_is_not_chosen(error_of):
     """GPU memory with the margin, host memory, a dtype that the GPU has not, and refused runs."""
-    fitting = found_with(peaks={"forward": Peak(int(20.0e9), {})})
-    large = found_with(peaks={"forward": Peak(int(22.5e9), {})})
-    assert machines.is_possible(Machine("", 4, CARD), fitting)
-    assert memory.fits(CARD, large, 22.5e9) and not machines.is_possible(Machine("", 4, CARD), large)
-    assert not machines.is_possible(Machine("", 4, CARD, host=memory.needed_host_memory(fitting)), fitting)
-    assert not machines.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
-    assert not machines.is_possible(Machine("", 4, CARD), Refused("", ""))
+    fitting, large = (found_with(peaks={"forward": Peak(int(size), {})}) for size in (20.0e9, 22.5e9))
+    machine = Machine("", 4, CARD)
+    assert machines.is_possible(machine, fitting)
+    assert memory.fits(CARD, large, 22.5e9) and not machines.is_possible(machine, large)
+    assert not machines.is_possible(machine._replace(host=memory.needed_host_memory(fitting)), fitting)
+    assert not machines.is_possible(machine._replace(card=dataclasses.replace(CARD, bf16=False)), fitting)
+    # If everything is refused, the first reason is the message.
+    grid = Grid(1, {(path, False): [Option(path, 1, False)] for path in PATHS}, [], (None, None))
+    assert error_of(choose.choose, machine, grid, lambda new: [Refused("", one.config) for one in new]) == PATHS[0]
 
 
 def test_plan_follows_the_file_of_the_flags(tmp_path):
     """The arguments of `--config FILE` are part of the run."""
-    file, config = tmp_path / "flags.yaml", configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
-    run, found = Run(str(RECIPE), processes=1, config=config), set()
+    run, found = Run(str(RECIPE), processes=1, config=configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))), set()
     for length in (512, 16384):
-        file.write_text(f"max_length: {length}")
-        found.add(cache.cache_path(run, ["--config", str(file)]))
+        (tmp_path / "flags.yaml").write_text(f"max_length: {length}")
+        found.add(cache.cache_path(run, ["--config", str(tmp_path / "flags.yaml")]))
     assert len(found) == 2
 
 
@@ -246,17 +233,9 @@ def test_damaged_simulation_is_simulated_again(tmp_path):
     file = tmp_path / "plans/any.json"
     cache.keep_simulation(file, FOUND)
     assert cache.cached_simulation(file) == found_with(hull=[list(pair) for pair in FOUND.hull])
-    content = json.loads(file.read_text())
-    for damaged in (json.dumps(content | {"other": 1}).encode(), b"\xff{"):
+    for damaged in (json.dumps(json.loads(file.read_text()) | {"other": 1}).encode(), b"\xff{"):
         file.write_bytes(damaged)
         assert cache.cached_simulation(file) is None
-
-
-def test_what_was_always_refused_is_one_error(error_of):
-    """The first reason is the message."""
-    grid = Grid(1, {(path, False): [Option(path, 1, False)] for path in PATHS}, [], (None, None))
-    reasons = error_of(choose.choose, Machine("", 1, CARD), grid, lambda new: [Refused(one.config, one.config) for one in new])
-    assert reasons == PATHS[0]
 
 
 def test_command_has_only_flags_that_change_something():
@@ -266,12 +245,6 @@ def test_command_has_only_flags_that_change_something():
     for option, expected in ((Option(path, 2, False), "--use_peft"), (Option(path, 4, True), flags)):
         line = chosen.command_line("r", Machine("", 2, CARD), choose.Candidate(option, FOUND, 1.0), ["--use_peft"], grid)
         assert line == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp {expected}"
-
-
-def test_signal_comes_early_enough():
-    """After it, a run finishes up to two steps, of twice their forecast, and writes a checkpoint; launch.sh asks for 300 s."""
-    assert f"#SBATCH --signal=USR1@{chosen.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
-    assert [chosen.signal_seconds(step) for step in (60, 61, 152.5)] == [0, 360, 720]
 
 
 def test_choice_for_a_machine(launch, small_model, tmp_path):

@@ -8,30 +8,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LAYERS = 8
+CHANGES = [
+    lambda layers, config: layers[5].mlp.up_proj.weight.requires_grad_(False),
+    lambda layers, config: setattr(layers[5].mlp, "up_proj", torch.nn.Linear(16, 33, bias=False, device="meta")),
+    lambda layers, config: setattr(config, "layer_types", ["full_attention"] * 7 + ["sliding_attention"]),
+    lambda layers, config: layers.pop(-1),  # it does not pay
+]
 
 
-@pytest.fixture
-def model():
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_differ_are_all_simulated(change):
     with torch.device("meta"):
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": LAYERS}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-
-
-def test_equal_layers(model):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
     assert layers.equal_layers(model) is model.model.layers
-    del model.model.layers[-1]
-    assert layers.equal_layers(model) is None, "it does not pay"
-
-
-@pytest.mark.parametrize("change", ["frozen", "width", "kind"])
-def test_layers_that_differ(model, change):
-    layer = model.model.layers[5]
-    if change == "frozen":
-        layer.mlp.up_proj.weight.requires_grad_(False)
-    elif change == "width":
-        layer.mlp.up_proj = torch.nn.Linear(16, 33, bias=False, device="meta")
-    else:
-        model.config.layer_types = ["full_attention"] * 7 + ["sliding_attention"]
+    change(model.model.layers, model.config)
     assert layers.equal_layers(model) is None
 
 

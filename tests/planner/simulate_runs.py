@@ -104,15 +104,6 @@ def run_real(method: str, run: Run, flags: list[str], port: int) -> int:
     return ends[0][1]
 
 
-def run_simulation(method: str, run: Run, flags: list[str], kind: str) -> dict[str, Any]:
-    make_fakes = functools.partial(fakes.Fakes, cuda=kind != "cpu")
-    options = "to the end" in kind, "with all layers" in kind
-    code, found = processes.call(method, simulation.simulate, run, flags, make_fakes, *options)
-    if found is None:
-        raise RuntimeError(f"the simulation failed with exit code {code}")
-    return dataclasses.asdict(found)
-
-
 def main(runs: str, port: str) -> None:
     method = processes.start_server()
     for number, (recipe, path, flags, kind) in enumerate(json.loads(runs)):
@@ -120,7 +111,12 @@ def main(runs: str, port: str) -> None:
         if kind == "real":
             result: int | dict[str, Any] = run_real(method, run, flags, int(port) + number)
         else:
-            result = run_simulation(method, run, flags, kind)
+            make_fakes = functools.partial(fakes.Fakes, cuda=kind != "cpu")
+            options = "to the end" in kind, "with all layers" in kind
+            code, found = processes.call(method, simulation.simulate, run, flags, make_fakes, *options)
+            if found is None:
+                raise RuntimeError(f"the simulation failed with exit code {code}")
+            result = dataclasses.asdict(found)
         Path(f"{number}.json").write_text(json.dumps(result))
 
 

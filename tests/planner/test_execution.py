@@ -19,38 +19,33 @@ FAMILIES = {
 }
 CHECKPOINTED = "LoRA with checkpointing"
 LORA = ["--use_peft", "--activation_checkpointing", "true"]
-CASES = {  # family, config, processes, flags
-    "unsharded": ("qwen2", "1x3090", 1, []),
-    "sharded": ("gpt2", "4gpu_full_shard", 2, []),
-    CHECKPOINTED: ("llama", "1x3090", 1, LORA),
-    "8-bit Adam": ("qwen2", "1x3090", 1, ["--optim", "adamw_8bit"]),
-    "4-bit": ("llama", "1x3090", 1, [*LORA, "--load_in_4bit", "--dtype", "bfloat16"]),
+CASES = {  # family, config, flags
+    "unsharded": ("qwen2", "1x3090", []),
+    "sharded": ("gpt2", "4gpu_full_shard", []),
+    CHECKPOINTED: ("llama", "1x3090", LORA),
+    "8-bit Adam": ("qwen2", "1x3090", ["--optim", "adamw_8bit"]),
+    "4-bit": ("llama", "1x3090", [*LORA, "--load_in_4bit", "--dtype", "bfloat16"]),
 }
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Recipe, config and flags of every case. The models have random weights."""
+def found(simulate, tmp_path_factory):
+    """For every case, the simulated step and the peak of the real one; and a step with offloaded activations.
+
+    The models have random weights.
+    """
     folder, runs = tmp_path_factory.mktemp("mid-size"), {}
     for family, sizes in FAMILIES.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes), dtype=torch.float32)
         model.save_pretrained(folder / family)
         tiny.make_tokenizer(tiny.FAMILIES["openai-community/gpt2*"]).save_pretrained(folder / family)
-    for case, (family, config, processes, flags) in CASES.items():
-        settings = yaml.safe_load((ROOT / f"accelerate_configs/{config}.yaml").read_text()) | {"num_processes": processes}
-        settings["fsdp_config"] = settings.get("fsdp_config", {}) | {"fsdp_cpu_ram_efficient_loading": False}
-        if processes == 1:
-            del settings["fsdp_config"]
-        path = folder / f"{case}.yaml"
+    for case, (family, config, flags) in CASES.items():
+        settings, path = yaml.safe_load((ROOT / f"accelerate_configs/{config}.yaml").read_text()), folder / f"{case}.yaml"
+        if "fsdp_config" in settings:  # on two processes
+            settings |= {"num_processes": 2, "fsdp_config": settings["fsdp_config"] | {"fsdp_cpu_ram_efficient_loading": False}}
         path.write_text(yaml.safe_dump(settings))
         runs[case] = (ROOT / "tests/planner/mid_size.py", path, ["--model_name_or_path", folder / family, *flags])
-    return runs
-
-
-@pytest.fixture(scope="module")
-def found(simulate, runs):
-    """For every case, the simulated step and the peak of the real one; and a step with offloaded activations."""
     recipe, config, flags = runs[CHECKPOINTED]
     activations = (recipe, config, [*flags, "--activation_checkpointing_kwargs", '{"offload": true}'], "cpu")
     both = [(*run, kind) for run in runs.values() for kind in ("cpu", "real")]

@@ -1,8 +1,9 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
 from harness.model.varlen import mask_of_window
+from planner import layers
 from planner.attention import flash_workspace, pairs_in_documents
-from planner.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step, hull_of
+from planner.ledger import VARLEN_BACKWARD, Counts, Held, Ledger, Peak, counts_of_step, hull_of
 from planner.quantized import Linear4bit
 
 import bitsandbytes
@@ -11,7 +12,7 @@ import torch
 from conftest import ROOT, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 MEGA = 2**20
 
@@ -207,3 +208,28 @@ def test_compiled_layers_count_in_a_plan(simulate):
     assert compiled["step"]["touched"] < 0.6 * plain["step"]["touched"]
     peaks = [max(peak["bytes"] for peak in found["peaks"].values()) for found in (plain, compiled)]
     assert peaks[1] < peaks[0], peaks
+
+
+CHANGES = [
+    lambda model: model.model.layers[5].mlp.up_proj.weight.requires_grad_(False),
+    lambda model: setattr(model.model.layers[5].mlp, "up_proj", torch.nn.Linear(16, 33, bias=False, device="meta")),
+    lambda model: setattr(model.config, "layer_types", ["full_attention"] * 7 + ["sliding_attention"]),
+    lambda model: model.model.layers.pop(-1),  # it does not pay
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_differ_are_all_simulated(change):
+    with torch.device("meta"):
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 8}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    assert layers.equal_layers(model) is model.model.layers
+    change(model)
+    assert layers.equal_layers(model) is None
+
+
+def test_memory_is_linear():
+    kinds = [{("kind",): Held("forward", "gpu", {"weights": 10 * count, "rest": 3}), (count,): None} for count in (4, 5)]
+    for runs, size in zip(kinds, (8, 4), strict=True):  # with five layers, another allocation is the largest
+        runs["other",] = Held("backward", "gpu", {"gradients": size * 2**20})
+    assert layers.extend(*kinds, 3) == {("kind",): Held("forward", "gpu", {"weights": 80, "rest": 3})}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from runs import tiny_tokenizer
-from test_cards import FOUND, found_with
+from test_cards import found_with
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 OWN = ROOT / "tests/recipes/own"
@@ -88,4 +88,4 @@ def test_too_few_prompts_for_a_step(error_of):
     generating = found_with(completion=512, generated_rows=128, processes=1, answers=8)
     assert "--global_batch_size" in error_of(command.with_steps, generating, lambda: 11)
     for rows in (16, "the Hub does not answer"):
-        assert command.with_steps(generating, lambda rows=rows: rows).max_steps == FOUND.max_steps
+        assert command.with_steps(generating, lambda rows=rows: rows) == generating

@@ -4,10 +4,10 @@
 
 The last word of a run is its kind:
 - "cuda": as on GPUs. "cuda to the end" adds the evaluation and the sample, "with all layers" simulates all layers also of a
-  model whose layers are alike. Writes the fields of `Simulation`.
-- "cpu": with the CPU's own kernels. Writes the fields of `Simulation`.
+  model whose layers are alike.
+- "cpu": with the CPU's own kernels.
 - "real": not simulated, but run on real tensors, in as many processes as the config has, which connect at PORT plus the number
-  of the run. Writes the largest number of bytes that PyTorch's allocator held during the step.
+  of the run. Writes the largest number of bytes that PyTorch's allocator held during the step, not the fields of `Simulation`.
 """
 
 import contextlib

@@ -72,6 +72,7 @@ def test_grid_of_several_nodes(error_of):
         ("NVIDIA GeForce RTX 3090", 24576, "8.6", "RTX 3090", "RTX 3090"),
         ("NVIDIA A100-SXM4-80GB", 81920, "8.0", "A100 80 GB", "A100 80 GB"),
         ("NVIDIA H100 PCIe", 81559, "9.0", "H100 PCIe", "H100 PCIe"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, "12.0", "RTX PRO 6000", "RTX PRO 6000"),
         ("NVIDIA RTX A5000", 24564, "8.6", "RTX A5000", "RTX 3090"),
         ("Tesla V100-SXM2-32GB", 32768, "7.0", "Tesla V100-SXM2-32GB", "T4"),
     ],

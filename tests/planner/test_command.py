@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from harness.model import gpu_features
-from harness.runs import Run
+from harness.runs import GpuFeatures, Run
 from planner import choose, command, simulation
 from planner.grid import Option
 from planner.simulation import Refused
@@ -19,6 +19,7 @@ from runs import assert_one_error, tiny_tokenizer
 from test_cards import FOUND, found_with
 from transformers import AutoTokenizer
 
+CONFIG = str(ROOT / "accelerate_configs/1x3090.yaml")
 STEPS = ["--max_steps", "10"]  # otherwise a choice asks the Hub for the length of an epoch
 
 
@@ -89,9 +90,7 @@ def test_plan_of_a_config(launch, own_files, tmp_path):
 
 
 def arguments_for(**options) -> command.PlanArguments:
-    return command.PlanArguments(
-        recipe=ROOT / "recipes/qwen2_chat.py", configs=[str(ROOT / "accelerate_configs/1x3090.yaml")], **options
-    )
+    return command.PlanArguments(recipe=ROOT / "recipes/qwen2_chat.py", configs=[CONFIG], **options)
 
 
 @pytest.fixture
@@ -102,14 +101,13 @@ def choice(monkeypatch, tmp_path):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     monkeypatch.setattr(os, "environ", {"PATH": path, "CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setattr(command, "start_server", lambda: "fork")
-    seen_by = gpu_features.GpuFeatures
-    monkeypatch.setattr(gpu_features, "find_gpu_features", lambda: seen_by([], os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(gpu_features, "find_gpu_features", lambda: GpuFeatures([], os.environ["CUDA_VISIBLE_DEVICES"]))
     seen = {}
 
     def find(machine, grid, simulate):
-        seen["no_triton"] = grid.run("recipe.py", arguments_for().configs[0]).gpu.no_triton
+        seen["no_triton"] = grid.run("recipe.py", CONFIG).gpu.no_triton
         seen["hidden"] = os.environ["CUDA_VISIBLE_DEVICES"] == ""
-        return [choose.Candidate(Option(arguments_for().configs[0], 1, False), FOUND, 1.0)]
+        return [choose.Candidate(Option(CONFIG, 1, False), FOUND, 1.0)]
 
     monkeypatch.setattr(choose, "choose", find)
     monkeypatch.setattr(choose, "weigh_compiling", None)
@@ -122,7 +120,7 @@ def test_run_after_the_choice_sees_the_gpus(choice, capsys):
     arguments = arguments_for(start=True, flags=STEPS)
     command.plan_choice(arguments)
     assert choice["hidden"] and choice["no_triton"] == "1" and "Triton" in capsys.readouterr().err
-    assert choice["words"][3:5] == [str(arguments.recipe), arguments.configs[0]]
+    assert choice["words"][3:5] == [str(arguments.recipe), CONFIG]
     assert choice["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
 
 

@@ -30,10 +30,7 @@ CASES = {  # family, config, flags
 
 @pytest.fixture(scope="module")
 def found(simulate, tmp_path_factory):
-    """For every case, the simulated step and the peak of the real one; and a step with offloaded activations.
-
-    The models have random weights.
-    """
+    """The simulated step and the peak of the real one, with random weights; and a step with offloaded activations."""
     folder, runs = tmp_path_factory.mktemp("mid-size"), {}
     for family, sizes in FAMILIES.items():
         torch.manual_seed(0)

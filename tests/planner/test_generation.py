@@ -20,10 +20,7 @@ CARD = cards.find_card("3090")
 
 @pytest.fixture(scope="module")
 def found(simulate, tmp_path_factory) -> list[Simulation]:
-    """GRPO of a model with eight of Qwen3-0.6B's layers: a few of them extended to all, all, and sharded.
-
-    And its distillation, sharded, from a teacher of the same size.
-    """
+    """GRPO of eight of Qwen3-0.6B's layers: a few extended to all, all, sharded; distillation, sharded, from an equal teacher."""
     folder = tmp_path_factory.mktemp("model")
     tiny_tokenizer("Qwen/Qwen3-4B-Instruct-2507").save_pretrained(folder)
     config = json.loads((ROOT / "tests/published/models/Qwen/Qwen3-0.6B/config.json").read_text())

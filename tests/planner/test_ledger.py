@@ -77,13 +77,15 @@ def test_bytes_that_operators_read_and_write():
     assert ledger.touched == 8 * MEGA  # read and written
 
 
-def test_bytes_that_unpacking_reads_and_writes():
-    """Of the tensors that bitsandbytes makes, with statistics in 8 bits."""
-    packed, state = bitsandbytes.functional.quantize_4bit(torch.randn(256, 512), quant_type="nf4", compress_statistics=True)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_bytes_that_unpacking_reads_and_writes(is_nested):
+    """Of the tensors that bitsandbytes makes."""
+    packed, state = bitsandbytes.functional.quantize_4bit(torch.randn(256, 512), quant_type="nf4", compress_statistics=is_nested)
     scales = state.absmax.numel() * 4
-    # Bytes become float32, and the offset is added.
-    expected = packed.nbytes + scales + 2 * 256 * 512 + state.absmax.nbytes + scales + 2 * scales
-    settings, ledger = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True), Ledger()
+    expected = packed.nbytes + scales + 2 * 256 * 512
+    if is_nested:
+        expected += state.absmax.nbytes + scales + 2 * scales  # bytes become float32, and the offset is added
+    settings, ledger = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=is_nested), Ledger()
     assert Linear4bit.of_size(256, 512, None, settings, ledger).unpacked(torch.bfloat16).shape == (256, 512)
     assert ledger.touched == expected
 

@@ -162,8 +162,8 @@ def write_run(folder: Path, before: dict, identity: dict) -> None:
 
 def delete_training(folder: Path) -> None:
     """Deletes what a rehearsal in its default folder has trained."""
-    for path in trained_files(folder):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in [*trained_files(folder), folder / "adapter_config.json"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def has_trained(folder: Path) -> bool:

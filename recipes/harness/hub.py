@@ -34,7 +34,7 @@ def is_reachable(seconds: float = 5.0) -> bool:
 
 def use_cache_if_unreachable() -> None:
     """Sets HF_HUB_OFFLINE if the Hub cannot be reached: otherwise every process would retry for long."""
-    if "HF_HUB_OFFLINE" not in os.environ and not (is_reachable() or is_reachable()):  # a slow answer is asked for twice
+    if "HF_HUB_OFFLINE" not in os.environ and not is_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 

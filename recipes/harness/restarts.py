@@ -88,11 +88,11 @@ Changes = dict[str, tuple[Any, Any]]  # the values before and now, by the names 
 
 
 def changed_settings(before: dict, now: dict, names: tuple[str, ...]) -> Changes:
-    """Which of these settings differ between two run.json. The order of names in a list is free."""
+    """Which of these settings differ between two run.json."""
     changes = {}
     for name in names:
         old, new = (run.get(name, run["settings"].get(name)) for run in (before, now))
-        if _sorted(old) != _sorted(new):
+        if old != new:
             changes[name] = (old, new)
     return changes
 
@@ -135,9 +135,3 @@ def setting_in_words(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value)
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, list):
-        return sorted(value, key=str)
-    return value

@@ -43,6 +43,8 @@ DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 def main(*words: str) -> None:
     arguments = read_arguments(words)
     use_cache_if_unreachable()
+    if arguments.picture and (arguments.machine is not None or len(arguments.configs) != 1):
+        raise UserError("--picture needs one CONFIG")
     if arguments.start or arguments.machine is not None:
         plan_choice(arguments)
     else:

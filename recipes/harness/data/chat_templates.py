@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import re
@@ -309,6 +310,8 @@ def options_of(row: dict) -> dict:
 def print_ignored_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
     """Prints the names of chat_template_kwargs that do not occur in the chat template."""
     names = {name for _, row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {}}
+    if taken := names.intersection(inspect.signature(tokenizer.apply_chat_template).parameters):
+        raise UserError(f"--{TEMPLATE_ARGUMENTS}: {min(taken)} is no variable of a chat template: leave it out")
     ignored = sorted(names - {*re.findall(r"\w+", own_template(tokenizer))})
     if ignored:
         print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")

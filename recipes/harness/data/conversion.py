@@ -174,6 +174,8 @@ def digest_of(row: dict) -> str:
 
 def _checksum_of(value: Any) -> str:
     """Of the bytes of an image; any other value that JSON has no form for as a text."""
+    if hasattr(value, "tobytes"):  # a decoded one, whose text has an address
+        value = value.tobytes()
     if isinstance(value, bytes):
         return xxhash.xxh3_64_hexdigest(value)
     return str(value)
@@ -277,17 +279,17 @@ def find_conversion(
         structs,
         folder,
         data.template_arguments,
-        keep,
+        None,  # `keep` has no part in which format rows have
     )
     if not data.formats:
-        return conversion, columns
+        return replace(conversion, keep=keep), columns
     for candidates in (first, found):  # if nothing can be used of the first rows, some of the following ones may be complete
         searched = list(itertools.islice(candidates, ROWS_TO_SEARCH))
         for format in data.formats:
             conversion = replace(conversion, format=format)
             if next(usable_rows(searched, conversion), None):
                 print_ignored_columns(columns, [row for _, row in first], conversion)
-                return conversion, columns
+                return replace(conversion, keep=keep), columns
     reasons: dict[str, None] = {} if first else {"it is empty": None}  # in order
     for format in data.formats:
         for place, row in first:
@@ -305,6 +307,7 @@ def find_conversion(
 def print_ignored_columns(columns: list[str], rows: list[dict], conversion: Conversion) -> None:
     """Prints which columns change nothing in the converted first rows: one with another name is not trained on."""
     ignored = []
+    rows = [row for row in rows if is_without_effect("", row, conversion)]  # without those that cannot be converted
     for column in columns:
         has_values = any(not is_nothing(row.get(column)) for row in rows)
         if has_values and all(is_without_effect(column, row, conversion) for row in rows):

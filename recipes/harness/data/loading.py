@@ -83,6 +83,8 @@ def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tupl
     for column in sorted(data.column_map or {}):  # a system prompt, for example
         if not any(column in one.columns for one in opened):
             raise UserError(f"--column_map: no dataset has a column {column}")
+    if any(not one.conversion.format and one.rows.features != opened[0].rows.features for one in opened):
+        raise UserError("--dataset_name: the datasets have different columns, so rows would have nulls: all need the same ones")
     check_has_images(opened)
     if data.check_conversations and is_first_process():
         data.check_conversations(list(itertools.chain.from_iterable(one.examples for one in opened)))
@@ -238,7 +240,7 @@ def examine_rows(rows: Rows, conversion: Conversion, source: Source, split: str,
 
     if limit:
         return Dataset.from_list(list(itertools.islice(examined(), limit)), features=conversion.features)
-    key = [source.text_rows, split, replace(conversion, keep=None), Hasher.hash(conversion.keep)]
+    key = [source.config, source.text_rows, split, replace(conversion, keep=None), Hasher.hash(conversion.keep)]
     key += reading.file_versions(source.name)
     if isinstance(rows, Dataset):
         key.append(generate_fingerprint(rows))

@@ -221,6 +221,8 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
         folder = paths[0]
     if folder and (configured := _configured_files(folder, config)):
         return configured, SUFFIXES.get(suffix_of(next(iter(configured.values()))[0]), "text"), []
+    if config not in (None, "default"):  # all would be read
+        raise UserError(f"--dataset_config: {name} has no configs in a README.md: leave it out")
     by_kind: dict[str, list[Path]] = {}
     for path in local_files(name):
         if path in paths or not NOT_DATA.match(path.name):

@@ -76,4 +76,4 @@ class ScriptArguments(trl.ScriptArguments):
         for name in ("column_map", "chat_template_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str):
-                setattr(self, name, json.loads(value))  # `make_objects` says of which flag the JSON is that cannot be read
+                setattr(self, name, dict(json.loads(value)))

@@ -126,12 +126,12 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: Tokenizer, args: SFTConfig
     processor = tokenizer
     tokenizer = getattr(processor, "tokenizer", processor)
     only_completions = args.completion_only_loss is not False  # of rows that have a prompt
-    if isinstance(first.get("messages") or first.get("prompt"), list):
+    if "input_ids" in first:
+        function = labels_of_tokens
+    elif isinstance(first.get("messages") or first.get("prompt"), list):
         template = template_of_answers(tokenizer) if args.assistant_only_loss else None
         used = processor if IMAGES in first else tokenizer
         function = functools.partial(tokens_of_conversation, processor=used, template=template, only_completions=only_completions)
-    elif "input_ids" in first:
-        function = labels_of_tokens
     elif args.assistant_only_loss:  # it would have no effect: all tokens would count
         raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
     else:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from harness import folder
 from harness.compat.trl import logged_metrics
-from harness.messages import UserError, print_once
+from harness.messages import print_once
 from harness.run.metrics import evaluation_losses, logged_by_evaluations
 from harness.run.progress import size_of
 
@@ -25,15 +25,6 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     if evaluation_losses(logged):
         return logged
     return trainer.evaluate()
-
-
-def check_metric(trainer: Trainer) -> None:
-    """Raises UserError for a `metric_for_best_model` that nobody computes: transformers notices at the first evaluation."""
-    name = trainer.args.metric_for_best_model or "loss"
-    is_of_library = type(trainer).__module__ in ("transformers.trainer", "trl.trainer.sft_trainer")
-    of_sft = name.removeprefix("eval_") in ("entropy", "mean_token_accuracy", "num_tokens")
-    if is_of_library and not (trainer.compute_metrics or of_sft or name.endswith(("loss", "runtime", "_per_second"))):
-        raise UserError(f"--metric_for_best_model {name} is not computed: pass eval_loss, or compute_metrics to the trainer")
 
 
 def step_of_saved_model(trainer: Trainer) -> int:
@@ -88,10 +79,13 @@ class Sizes(NamedTuple):
 
     weight: torch.Tensor
     rows: torch.Tensor
-    tokens: torch.Tensor  # of pairs those of the chosen answers
+    tokens: torch.Tensor
+    chosen: torch.Tensor  # of pairs the tokens of the chosen answers and of the rejected ones; else all tokens
+    rejected: torch.Tensor
 
 
-OVER_TOKENS = ("entropy", "mean_token_accuracy")  # metrics that are means over tokens; all others are means over rows
+# Metrics that are means over tokens, and over which; all others are means over rows.
+OVER = {"entropy": "tokens", "mean_token_accuracy": "chosen", "logits/chosen": "chosen", "logits/rejected": "rejected"}
 
 
 class Means:
@@ -115,14 +109,15 @@ class Means:
         rows = torch.tensor(float(count), device=self.trainer.accelerator.device)
         tokens = loss.tokens(batch)
         if isinstance(self.trainer.args, DPOConfig):  # the chosen answers first
-            tokens = batch["completion_mask"][:, 1:].chunk(2)[0].sum()
-        elif tokens is None:
+            chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
+            return Sizes(rows, rows, chosen + rejected, chosen, rejected)
+        if tokens is None:
             tokens = rows
-        return Sizes(rows if loss.unit == "row" else tokens, rows, tokens)
+        return Sizes(rows if loss.unit == "row" else tokens, rows, tokens, tokens, tokens)
 
     def add(self, sizes: Sizes, loss: torch.Tensor | None) -> None:
         if self.answer_tokens is not None:
-            sizes = Sizes(self.answer_tokens, sizes.rows, self.answer_tokens)
+            sizes = sizes._replace(weight=self.answer_tokens, tokens=self.answer_tokens)
         value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
         device = self.trainer.accelerator.device
         self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))
@@ -149,7 +144,7 @@ class Means:
         for name, values in metrics.items():
             of_batches = torch.tensor(values, dtype=torch.double)
             is_number = ~of_batches.isnan()  # it is NaN for a batch of which a function gives no reward, or without variance
-            counts = (sizes.tokens if name in OVER_TOKENS else sizes.rows).sum(0)
+            counts = getattr(sizes, OVER.get(name, "rows")).sum(0)
             if len(of_batches) != len(counts):
                 continue
             counts = counts[is_number]

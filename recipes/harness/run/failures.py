@@ -19,6 +19,13 @@ HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a
 def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
     """Exits with one message if `error` is a known failure; returns if it is not. `trainer` is None before there is one."""
     exit_if_out_of_memory(error, trainer)
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        raise UserError(
+            "a part of the model gets no gradient, and DDP waits for it: pass --ddp_find_unused_parameters true, or freeze it in "
+            "the recipe"
+        ) from error
+    if isinstance(error, KeyError) and "metric_for_best_model" in str(error):
+        raise UserError(f"--metric_for_best_model: {error}") from error
     if trainer is None:
         exit_if_connection_lost(error)
     else:

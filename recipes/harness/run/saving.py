@@ -90,7 +90,7 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(model, PeftModel):
             # The adapter belongs to the model that was quantized, not to the quantized copy on this machine.
-            settings = model.peft_config["default"]
+            settings = model.peft_config[model.active_adapters[0]]
             source = read_source(settings.base_model_name_or_path)
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
             model.save_pretrained(draft, state_dict=state)
@@ -137,7 +137,7 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
     weights = {}
     if isinstance(model, PeftModel):
         for name, weight in model.named_parameters():
-            if weight.requires_grad:
+            if weight.requires_grad or model.active_adapters[0] in name.split("."):  # also what a recipe has frozen of it
                 unsharded = weight.full_tensor() if isinstance(weight, DTensor) else weight
                 weights[name] = unsharded.detach().cpu()
         return weights

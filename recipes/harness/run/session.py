@@ -10,7 +10,7 @@ from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.disk import check_disk_space
-from harness.run.evaluation import check_metric, evaluate, print_best_checkpoint
+from harness.run.evaluation import evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
 from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewards, writes_answers
 from harness.run.held_out import has_held_out, save_held_out
@@ -74,7 +74,6 @@ def run_training(trainer: Trainer, run: Run) -> None:
 
 def prepare_training(trainer: Trainer, run: Run) -> None:
     """Makes a trainer, whose model is not sharded yet, ready to start or to resume: a `RunTrainer` with callbacks."""
-    check_metric(trainer)
     report_dropped_rows(trainer)
     freeze_unused_parts(trainer)
     check_trainer(trainer)

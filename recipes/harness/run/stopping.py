@@ -187,15 +187,16 @@ class StopIfUnchanged(TrainerCallback):
         if not state.global_step:
             self.first = sums_of_trained(model)
 
-    def on_train_end(
+    def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
+        """At the last step, before the best checkpoint is loaded."""
         if self.first is None or state.global_step < state.max_steps:
             return
         if not any(gather_object([sums_of_trained(model) != self.first])):
             raise UserError(
-                "no trained weight has changed: the learning rate was 0 in each step (--learning_rate, --warmup_steps), or the "
-                "optimizer has other weights than the model"
+                "no trained weight has changed: the learning rate was 0 in each step (--learning_rate, --warmup_steps), each "
+                "step overflowed in fp16, or the optimizer has other weights than the model"
             )
 
 

@@ -34,6 +34,7 @@ class WeightsOfModel:
         if self.adapter:
             state = get_peft_model_state_dict(model, adapter_name=self.adapter, save_embedding_layers=False)
         self.shapes: Shapes = {name: list(weight.shape) for name, weight in state.items()}
+        self.known = {*self.shapes, *dict(model.named_buffers())}  # a buffer may be hidden from the state until it is sharded
         not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
         names: dict[int, set[str]] = {}
         for name in state.keys() - {*not_saved}:
@@ -52,7 +53,7 @@ class WeightsOfModel:
             return "it has no adapter"
         if saved is None or not self.is_known:
             return ""
-        if self.is_of_transformers and are_converted(self.shapes, saved):  # see `load_converted`
+        if self.is_of_transformers and are_converted(self.known, saved):  # see `load_converted`
             values = sum(map(math.prod, saved.values()))
             if values < self.trained_values:
                 return f"it has {values:,} values, {self.trained_values:,} are trained"

@@ -61,7 +61,7 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     parser = Parser(classes, allow_abbrev=False, conflict_handler="resolve")  # GRPOConfig has a chat_template_kwargs too
     parser.add_argument("--config")
     path = parser.parse_known_args(words)[0].config
-    in_file = read_yaml(path, "--config") if path else {}
+    in_file = (read_yaml(path, "--config") if path else None) or {}  # None: an empty file
     of_harness = DEFAULTS | values_of_config(run.config) | {"output_dir": run.default_output_dir}
     of_harness["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
     parser.set_defaults_with_config(**of_harness)  # not every class of arguments has all of them
@@ -183,6 +183,8 @@ def set_steps(run: Run, arguments: Arguments, recipe: dict[str, Any], processes:
             training_args.max_steps = -1
             training_args.num_train_epochs = 1
     if script_args.max_tokens:
+        if length_of_rows(training_args) is None:
+            raise UserError("--max_tokens: the rows have no maximum length: pass --max_steps")
         tokens = rows_of_step(training_args, processes) * length_of_rows(training_args)
         training_args.max_steps = math.ceil(script_args.max_tokens / tokens)
     elif "num_train_epochs" in run.given and "max_steps" not in run.given:

@@ -59,6 +59,7 @@ def check_numbers(run: Run, script_args: ScriptArguments, training_args: Trainin
 
 # A flag with a value, or with any value that is not off: why it makes a run wrong, or loses it.
 REFUSED = {
+    "--accelerator_config": "it can change the rows of a step: leave it out",
     "--average_tokens_across_devices False": "a token of a process with few tokens would count more",
     "--deepspeed": SHARDED_BY_CONFIG,
     "--fsdp": SHARDED_BY_CONFIG,

@@ -28,11 +28,11 @@ from types import FrameType
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched, read_number, write_number
-from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, last_line, plural
+from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, last_line, one_message, plural
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.network import LOST, UNREACHABLE, interface_to, own_address
-from harness.nodes.variables import seconds_to_wait
+from harness.nodes.variables import integer_from_environment, seconds_to_wait
 from harness.run.failures import HOST_ADVICE
 from harness.runs import rehearsal_hint
 from harness.start.environment import set_environment
@@ -83,6 +83,8 @@ def main(words: list[str]) -> int:
 def count_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, tiny: bool) -> int:
     """How many processes run on each node. Raises UserError if these are not the machines for the config."""
     if config.distributed_type == "NO":
+        if nodes.count > 1 or integer_from_environment("NPROC_PER_NODE", 1) > 1:  # each would train a run of its own
+            raise UserError(f"{config.name} trains on one GPU of one machine: use a config for several GPUs")
         return 1
     machines = config.num_machines
     if tiny and nodes.count == 1:  # a rehearsal runs all processes on this machine
@@ -225,5 +227,5 @@ def explain_exit(exit_code: int, rank: int | None) -> int:
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
+    with exit_on_user_error(), one_message():
         sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,5 @@
 """What launch.sh decided reaches every process; user errors become one message and an exit code."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -73,11 +72,3 @@ def test_control_characters_are_not_printed(capsys, monkeypatch):
         raise messages.UserError("\x1b]0;title\x07" + "x" * 10_000)
     printed = capsys.readouterr().err
     assert printed.startswith("error: \\x1b]0;title\\x07xxx") and printed.endswith("x …\n") and len(printed) < 3100
-
-
-@pytest.mark.parametrize(("message", "is_shown"), [("Skipped, because the Hub is in offline mode.", False), ("Another.", True)])
-def test_report_of_kernels_offline_is_hidden(message, is_shown):
-    """In every command, also in a recipe that is started by python."""
-    logger = logging.getLogger("kernels.hf_hub")
-    record = logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None)
-    assert bool(logger.filter(record)) == is_shown

@@ -50,7 +50,7 @@ def test_every_recipe(preview_tiny, recipe):
     out = process.stdout
     assert ("--- a prompt with 2 answers" if recipe == "qwen3_dpo" else "--- a sequence of") in out
     is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
-    (sequences,) = re.findall(r"^sequences_per_epoch +(\d+|unknown)$", out, re.MULTILINE)
+    (sequences,) = re.findall(r"^sequences per epoch +(\d+|unknown)$", out, re.MULTILINE)
     assert is_stream or sequences.isdigit()
     (share,) = re.findall(r"^in the loss +([\d.]+)%", out, re.MULTILINE)
     is_text = recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
@@ -141,9 +141,12 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     assert process.returncode == 0, process.stderr
     numbers = json.loads(process.stdout)
     data = numbers["data"]
-    assert data["skipped"] == {"without an answer": 3, "with a turn that is empty": 2} and data["is_complete"]
+    assert (
+        data["skipped"] == {"without an answer that counts in the loss": 3, "with a turn that is empty": 2}
+        and data["is_complete"]
+    )
     assert (data["rows"], data["held_out"], data["trained_rows"]) == (65, 6, 54)
-    assert "3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)" in process.stderr
+    assert "(the first is row 61), 2 with a turn that is empty (the first is row 64)" in process.stderr
     run = rehearse("qwen2_chat", "1x3090", "--dataset_name", str(path))
     assert read(run)["data"] == data
 

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 
 from harness import configs
 from harness.runs import Run
@@ -18,7 +17,7 @@ from planner.simulation import Refused
 from planner.values import values_of_recipe
 
 import pytest
-from conftest import ROOT, slow
+from conftest import ROOT
 from test_cards import FOUND, found_with
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
@@ -258,18 +257,3 @@ def test_choice_for_a_machine(launch, small_model, tmp_path):
     assert [choice["slower"] for choice in plan["choices"]] == sorted(choice["slower"] for choice in plan["choices"])
     assert len(plan["choices"]) == 3 and plan["on_machine"]["hours"]
     assert 3 <= len(list((tmp_path / "cache/plans").iterdir())) <= 6
-
-
-@slow
-def test_choice_is_rehearsed(launch, small_model, tmp_path):
-    arguments = ["qwen2_fineweb_edu", "--for", "2x3090", *small_model, "--activation_checkpointing", "false", "--max_steps", "2"]
-    process = launch("--tiny", *arguments, cwd=tmp_path, HF_HOME=str(tmp_path / "cache"))
-    assert process.returncode == 0, process.stderr
-    assert "the same by hand" in process.stdout and "on 2 processes, 2 steps" in process.stdout
-    shutil.rmtree(tmp_path / "cache")
-
-
-def test_memory_limit_of_control_groups(tmp_path):
-    assert hardware.host_memory(tmp_path) > 10**9
-    (tmp_path / "memory.max").write_text("64000\n")
-    assert hardware.host_memory(tmp_path) == 64000

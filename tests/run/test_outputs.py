@@ -9,16 +9,7 @@ from harness.run import samples, saving
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
-
-
-@pytest.mark.parametrize("flags", [[], ["--use_peft"]])
-def test_model_card_links_hub_ids_only(build_trainer, flags):
-    trainer = build_trainer("qwen2_chat", *flags)
-    saving.write_model_card(trainer)
-    card = ModelCard.load(Path(trainer.args.output_dir, "README.md"))
-    assert card.data.base_model is None and str(trainer.model.config.name_or_path) not in card.content  # it is a local folder
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -233,8 +233,8 @@ def launch(module: str, words: list[str], folder: str, variables: dict, out: str
             socket.sethostname(node[1])
         if mounts := options.get("mounts"):
             assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
-            for options in (["--make-rprivate", "/"], *mounts):
-                subprocess.run(["mount", *options], check=True)
+            for words_of_mount in (["--make-rprivate", "/"], *mounts):
+                subprocess.run(["mount", *words_of_mount], check=True)
         fork_instead(options.get("trains", True))
         sys.argv = ["launch", *words]
         runpy.run_module(module, run_name="__main__", alter_sys=True)

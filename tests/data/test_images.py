@@ -125,7 +125,7 @@ def test_rows_without_any_image(tmp_path, error_of):
 
 def test_recipe_without_formats_gets_decoded_images(tmp_path):
     """Its trainer's own collator reads them."""
-    rows = [asked([PART, TEXT]) | {"images": [{"bytes": picture(), "path": None}]}] * 3
+    rows = [asked([PART, TEXT]) | {"images": [{"bytes": picture(), "path": None}]} for _ in range(3)]
     features = Features({"messages": List(Json()), "images": List(ImageFeature())})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     train, _ = load(data_settings(tmp_path / "rows.parquet", (), max_eval_samples=1))

@@ -190,7 +190,7 @@ def test_metrics_of_an_evaluation():
     accelerator = SimpleNamespace(gather=lambda steps: steps, num_processes=1)
     means = Means(SimpleNamespace(accelerator=accelerator, gather_function=None, _metrics={"eval": metrics}), loader=None)
     rows = torch.tensor([3.0, 4.0, 1.0])
-    means.steps = [torch.stack([torch.tensor(0.0), *[count] * 3]) for count in rows]
+    means.steps = [torch.stack([torch.tensor(0.0), *[count] * 5]) for count in rows]
     means.finish()
     assert metrics["reward"] == [0.75] and metrics["rewards/min_words/mean"] == [3 / 8]
     assert all(map(math.isnan, metrics["reward_std"]))

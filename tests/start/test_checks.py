@@ -222,7 +222,8 @@ def test_flags_without_effect(refuses, given, values, flag):
 @pytest.mark.parametrize(("group", "iterations", "flag"), [(4, 1, ""), (3, 1, "--num_generations"), (4, 2, "--num_iterations")])
 def test_groups_of_answers(refuses, group, iterations, flag):
     values = {"generation_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps"}
-    training_args = SimpleNamespace(**values, num_generations=group, num_iterations=iterations)
+    values |= {"num_generations": group, "num_iterations": iterations, "metric_for_best_model": None}
+    training_args = SimpleNamespace(**values)
     refuses(flag, checks.check_generation, SimpleNamespace(dataset_streaming=False), training_args)
 
 

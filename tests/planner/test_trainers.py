@@ -68,7 +68,7 @@ def test_trainer_has_a_plan(found, trainer):
 
 
 def test_process_that_simulates_has_one_thread(monkeypatch):
-    """A fork of it would wait for the others for ever."""
+    """A fork of it would never end."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert processes.call(processes.start_server(), torch.get_num_threads) == (0, 1)
 

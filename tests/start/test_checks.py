@@ -187,7 +187,7 @@ def test_folder_that_another_node_does_not_have(tmp_path, monkeypatch, error_of)
 
 @pytest.mark.parametrize("words", checks.REFUSED)
 def test_refused_flags(error_of, words):
-    """Whoever sets them."""
+    """Set by the recipe, a file or the command line."""
     name, value = [*words.removeprefix("--").split(), "x"][:2]
     number_or_text = {"True": True, "False": False, "1": 1}.get(value, value)
     assert error_of(checks.check_refused, argparse.Namespace(**{name: number_or_text})).startswith(f"--{name}: ")

@@ -79,7 +79,7 @@ REFUSED = {
 
 
 def check_refused(values: argparse.Namespace) -> None:
-    """Raises UserError for a flag of REFUSED, whoever sets it."""
+    """Raises UserError for a flag of REFUSED, by the recipe, a file or the command line."""
     for name, value in vars(values).items():
         reason = REFUSED.get(f"--{name} {value}") or (value and REFUSED.get(f"--{name}"))
         if reason:

@@ -238,17 +238,17 @@ def test_pixels_are_limited(processor):
     assert tokens_of_size(processor, 4000, 3000) <= 4 == tokens_of_size(processor, 64, 64)
 
 
-def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of):
+@pytest.mark.parametrize("rows_of", [Dataset.from_list, lambda rows: Dataset.from_list(rows).to_iterable_dataset()])
+def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of, rows_of):
     """No image is cut: a row is trained on as it is, or not."""
     image = {"bytes": picture(), "path": None}
-    rows = [asked(f"<image>{'word ' * count}") | {"images": [image]} for count in (1, 2, 90)]
-    dataset = Dataset.from_list(rows)
-    settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "assistant_only_loss": True}
-    tokens, _ = tokenize(dataset, None, processor, SFTConfig(str(tmp_path), max_length=60, **settings), Run("recipe.py"))
-    assert len(tokens) == 2 and "1 of the 3 training rows are not used" in " ".join(capsys.readouterr().out.split())
-    assert all(len(row["images"]) == 1 for row in tokens)
-    args = SFTConfig(str(tmp_path), max_length=8, **settings)
-    assert "--max_length" in error_of(tokenize, dataset, None, processor, args, Run("recipe.py"))
+    dataset = rows_of([asked(f"<image>{'word ' * count}") | {"images": [image]} for count in (1, 2, 90)])
+    args, run = SFTConfig(str(tmp_path), max_length=60, use_cpu=True, bf16=False, max_steps=1), Run("recipe.py", trains=True)
+    tokens, _ = tokenize(dataset, None, processor, args, run)
+    assert "1 of the 3 training rows are not used" in " ".join(capsys.readouterr().out.split())
+    assert [len(row["images"]) for row in tokens] == [1, 1]
+    args.max_length = 8
+    assert "--max_length" in error_of(tokenize, dataset, None, processor, args, run)
 
 
 @pytest.mark.parametrize("values", ["uint16", ">u2", "int32"])

@@ -6,12 +6,12 @@ rows with `input_ids` and `labels`, which are -100 where a token does not count 
 """
 
 import functools
-import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED, is_packed
+from harness.batches import IGNORED
 from harness.data import images
 from harness.data.chat_templates import load_bare_tokenizer, options_of, own_template, show_turns, training_template
 from harness.data.streams import documents_per_batch
@@ -72,15 +72,12 @@ def tokenize(
     run: Run,
 ) -> tuple[Rows, Rows | dict[str, Rows] | None]:
     """See `harness.tokenize`. Changes `training_args`, so that SFTTrainer takes the rows as they are."""
-    packs = is_packed(training_args)
-    train = tokenize_split("train", train_dataset, tokenizer, training_args, packs, run)
-    if training_args.eval_packing is not None:
-        packs = training_args.eval_packing
-    evaluated: dict[str, Rows] = {}
+    train = tokenize_split("train", train_dataset, tokenizer, training_args, run)
     if not isinstance(eval_dataset, dict):
         eval_dataset = {"": eval_dataset}
+    evaluated = {}
     for name, rows in eval_dataset.items():
-        evaluated[name] = rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, packs, run)
+        evaluated[name] = rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, run)
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
     training_args.dataset_kwargs = {"skip_prepare_dataset": True}
     if isinstance(tokenizer, ProcessorMixin):
@@ -98,15 +95,15 @@ def tokenize_split(
     rows: Rows,
     tokenizer: Tokenizer,
     args: SFTConfig,
-    packs: bool,
     run: Run,
 ) -> Rows:
     """The rows of a split as tokens. `split`: "train", "eval", or "eval NAME" of one of several evaluation sets."""
+    packs = args.packing
+    if split != "train" and args.eval_packing is not None:
+        packs = args.eval_packing
     tokens = tokens_of_rows(split, rows, tokenizer, args)
     if run.seen:
         run.seen.record(split, rows, tokens)
-    if args.shuffle_dataset and packs:
-        tokens = tokens.shuffle(seed=args.seed)
     if packs:
         tokens = pack(split, tokens, args, run)
     elif args.max_length is not None:
@@ -122,7 +119,7 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: Tokenizer, args: SFTConfig
     The functions of `map` get plain values, so that all processes of a run, and --prepare, find the same rows in the cache.
     """
     first = next(iter(rows), {})
-    columns = rows.column_names or list(first)
+    has_images = IMAGES in first
     processor = tokenizer
     tokenizer = getattr(processor, "tokenizer", processor)
     only_completions = args.completion_only_loss is not False  # of rows that have a prompt
@@ -130,18 +127,22 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: Tokenizer, args: SFTConfig
         function = labels_of_tokens
     elif isinstance(first.get("messages") or first.get("prompt"), list):
         template = template_of_answers(tokenizer) if args.assistant_only_loss else None
-        used = processor if IMAGES in first else tokenizer
+        used = processor if has_images else tokenizer
         function = functools.partial(tokens_of_conversation, processor=used, template=template, only_completions=only_completions)
     elif args.assistant_only_loss:  # it would have no effect: all tokens would count
         raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
     else:
         begin, end = added_tokens(tokenizer)
-        values = {"text_field": args.dataset_text_field, "begin": begin, "end": end, "only_completions": only_completions}
-        function = functools.partial(tokens_of_text, tokenizer=tokenizer, **values)
-    kept = TOKENS
-    if IMAGES in first:
-        kept = [*TOKENS, IMAGES]
-    removed = [name for name in columns if name not in kept]
+        function = functools.partial(
+            tokens_of_text,
+            tokenizer=tokenizer,
+            text_field=args.dataset_text_field,
+            begin=begin,
+            end=end,
+            only_completions=only_completions,
+        )
+    kept = [*TOKENS, IMAGES] if has_images else TOKENS
+    removed = [name for name in rows.column_names or first if name not in kept]
     options = options_of_map(rows, args, f"Tokenizing {split} dataset")
     return rows.map(function, remove_columns=removed, **options).select_columns(kept)
 
@@ -178,20 +179,19 @@ def tokens_of_conversation(row: dict, processor: Tokenizer, template: str | None
     """
     turns = row.get("messages") or row["prompt"] + row["completion"]
     render = functools.partial(images.encode_turns, processor, images=row.get(IMAGES), chat_template=template, **options_of(row))
-    prompt: list[int] = []
+    start = 0
     try:
         rendered = render(turns, return_assistant_tokens_mask=template is not None)
+        ids = rendered["input_ids"]
         if only_completions and "messages" not in row:
-            prompt = render(row["prompt"], add_generation_prompt=True)["input_ids"]
+            start = common_prefix_length(render(row["prompt"], add_generation_prompt=True)["input_ids"], ids)
     except Exception as error:  # a template is a program: it can fail in any way
         raise UserError(
             f"the chat template fails ({str(error)[:200]}) on the conversation {show_turns(turns)}: change the row, or pass "
             "another template with --chat_template_path"
         ) from error
-    ids = rendered["input_ids"]
     of_images = getattr(processor, "image_token_ids", [])
     counts = rendered.get("assistant_masks") or [token not in of_images for token in ids]
-    start = common_prefix_length(prompt, ids)
     labels = labels_of_counted(ids, counts)
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
 
@@ -206,22 +206,18 @@ def tokens_of_text(
         end: what it adds at the end: likewise.
     """
     is_pair = "prompt" in row and "completion" in row
-    if is_pair:
-        prompt = row["prompt"]
-        text = row["completion"]
-    else:
-        prompt = ""
-        text = row[text_field]
-    if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
-        text += tokenizer.eos_token
-    ids = tokenizer(prompt + text, add_special_tokens=False)["input_ids"]
-    added = begin
+    prompt = row["prompt"] if is_pair else ""
+    text = row["completion" if is_pair else text_field]
+    eos = tokenizer.eos_token or ""
+    ids = tokenizer(prompt + text.removesuffix(eos) + eos, add_special_tokens=False)["input_ids"]
     if ids[:1] == begin:
-        added = []
+        begin = []
+    if ids[-1:] == end:
+        end = []
     start = 0
     if is_pair and only_completions:
-        start = len(added) + common_prefix_length(tokenizer(prompt, add_special_tokens=False)["input_ids"], ids)
-    ids = added + ids + ([] if ids[-1:] == end else end)
+        start = len(begin) + common_prefix_length(tokenizer(prompt, add_special_tokens=False)["input_ids"], ids)
+    ids = begin + ids + end
     return {"input_ids": ids, "labels": [IGNORED] * start + ids[start:]}
 
 
@@ -229,7 +225,8 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[in
     """What the tokenizer itself adds in front of a text, and at its end."""
     ids = tokenizer("a")["input_ids"]
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return ids[: ids.index(bare[0])], ids[ids.index(bare[-1]) + 1 :]
+    start = ids.index(bare[0])
+    return ids[:start], ids[start + len(bare) :]
 
 
 def options_of_map(rows: Rows, args: SFTConfig, text: str) -> dict[str, Any]:
@@ -240,12 +237,12 @@ def options_of_map(rows: Rows, args: SFTConfig, text: str) -> dict[str, Any]:
 
 
 def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
-    """Rows cut to --max_length, without those of which no token counts then; their number is printed. See `is_used`."""
-    has_images = IMAGES in (tokens.column_names or [])
+    """Rows cut to --max_length, without those of which no token counts then; their number is printed. See `has_loss`."""
+    has_images = IMAGES in next(iter(tokens), {})  # a stream has no names of columns
     part = {"keep_start": slice(args.max_length), "keep_end": slice(-args.max_length, None)}[args.truncation_mode]
-    used = functools.partial(is_used, part=part, most=args.max_length if has_images else None)
+    used = functools.partial(has_loss, part=part, most=args.max_length if has_images else math.inf)
     options = options_of_map(tokens, args, f"Truncating {split} dataset")
-    kept = tokens.filter(used, input_columns=TOKENS, **options)
+    kept = tokens.filter(used, input_columns="labels", **options)
     if isinstance(tokens, Dataset):
         report_unused(split, len(tokens) - len(kept), len(tokens), "", args)
     else:
@@ -255,14 +252,12 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     return kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
 
 
-def is_used(ids: list[int], labels: list[int], part: slice, most: int | None = None) -> bool:
+def has_loss(labels: list[int], part: slice = slice(None), most: float = math.inf) -> bool:
     """Whether a token counts in the loss in the part of a row that is kept.
 
     `most`: tokens of a row with images, which is not cut: a part of an image has no meaning, and what follows it is the answer.
     """
-    if most is not None and len(ids) > most:
-        return False
-    return has_loss(labels[part])
+    return len(labels) <= most and any(label != IGNORED for label in labels[part])
 
 
 def cut_tokens_of_row(row: dict, part: slice) -> dict[str, list[int]]:
@@ -271,8 +266,10 @@ def cut_tokens_of_row(row: dict, part: slice) -> dict[str, list[int]]:
 
 def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
+    if args.shuffle_dataset:
+        tokens = tokens.shuffle(seed=args.seed)
     if args.packing_strategy == "bfd":  # which cuts rows, and drops none
-        report_first_rows(split, tokens, functools.partial(is_used, part=slice(args.max_length)), args, run)
+        report_first_rows(split, tokens, functools.partial(has_loss, part=slice(args.max_length)), args, run)
     options = options_of_map(tokens, args, f"Packing {split} dataset")
     if isinstance(tokens, IterableDataset):
         # Not 1,000 documents: a stream that is read in parts would tokenize as many of each part before the first step.
@@ -283,24 +280,15 @@ def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
     # of an evaluation it would count as a loss of 0.
     kept = packed.filter(has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")
-    if len(kept):  # a command shows the rows even if nothing counts
-        return kept
-    return packed
-
-
-def has_loss(labels: list[int]) -> bool:
-    return any(label != IGNORED for label in labels)
+    return kept or packed  # a command shows the rows even if nothing counts
 
 
 def report_first_rows(split: str, tokens: Rows, used: Callable[..., bool], args: SFTConfig, run: Run) -> None:
     """Does for the first rows of a run what `report_unused` does for all."""
     if run.trains:
-        count = COUNTED_ROWS_OF_STREAM
-        if isinstance(tokens, Dataset):
-            count = COUNTED_ROWS
-        first = list(itertools.islice(tokens, count))
-        unused = sum(not used(row["input_ids"], row["labels"]) for row in first)
-        report_unused(split, unused, len(first), "first " if len(first) == count else "", args)
+        count = COUNTED_ROWS if isinstance(tokens, Dataset) else COUNTED_ROWS_OF_STREAM
+        found = [used(labels) for labels in tokens.take(count)["labels"]]
+        report_unused(split, found.count(False), len(found), "first " if len(found) == count else "", args)
 
 
 def report_unused(split: str, count: int, of: int, which: str, args: SFTConfig) -> None:

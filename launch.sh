@@ -215,7 +215,7 @@ install_requirements() {
   make_torchvision_importable
   # Imports what a run needs, a quarter of all modules, and so compiles it once. The processes of a run would each do that.
   env -u PYTHONDONTWRITEBYTECODE "$python" -c \
-    'import harness.start.training' >/dev/null 2>&1 || true
+    'import harness.start.recipes' >/dev/null 2>&1 || true
   wanted >"$here/.venv/installed.txt"
 }
 

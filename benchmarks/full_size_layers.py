@@ -81,7 +81,7 @@ def merge(adapter: Path, out: Path) -> None:
 
 def attention() -> None:
     """Times one layer of each model of MICRO_BATCHES with SDPA and with `varlen`."""
-    from harness.model.varlen import VARLEN, register_varlen
+    from harness.model.attention import VARLEN, register_varlen
     from harness.rehearsal import tiny
 
     import torch

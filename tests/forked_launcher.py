@@ -27,7 +27,7 @@ COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "pre
 COMMANDS["--plan"] = "planner.command"
 LIBRARIES = (
     *("harness", "torch.nn.attention.varlen", "torch.distributed.launcher.api", "datasets", "transformers.trainer"),
-    *("trl.trainer.sft_trainer", "harness.run.session", "harness.start.training", "harness.start.parsing"),
+    *("trl.trainer.sft_trainer", "harness.run.training", "harness.start.recipes"),
 )
 WITH_CONFIG = ("harness.start.launch", "planner.command")
 
@@ -180,7 +180,7 @@ class Fork:
 def run_recipe(recipe, flags, trains):
     """Does what `python RECIPE` does in a process that was forked; returns only after exit code 0, as torch's agent expects."""
     from harness import launched
-    from harness.start import parsing
+    from harness.start import recipes
 
     import torch
 
@@ -192,8 +192,8 @@ def run_recipe(recipe, flags, trains):
     launched.begin()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not trains:
-        parse = parsing.parse
-        parsing.parse = lambda *arguments, **values: (parse(*arguments, **values), launched.end_run(0))
+        parse = recipes.parse
+        recipes.parse = lambda *arguments, **values: (parse(*arguments, **values), launched.end_run(0))
     sys.argv = [recipe, *flags]
     sys.path.insert(0, str(Path(recipe).parent))
     code = 1

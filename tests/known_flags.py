@@ -26,7 +26,7 @@ OTHERS = ("DatasetConfig", "DatasetMixtureConfig")  # classes that no recipe giv
 @functools.cache
 def known_flags() -> set[str]:
     """The names of the fields of all dataclasses that recipes of this project give to `parse`."""
-    files = [ROOT / "recipes/harness/data/script_arguments.py"]
+    files = [ROOT / "recipes/harness/start/arguments.py"]
     for package, names in FILES.items():
         (folder,) = importlib.util.find_spec(package).submodule_search_locations
         files += [Path(folder, name) for name in names]

@@ -73,8 +73,8 @@ class Rehearsals:
 
 def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
     """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
-    from harness import folder, runs
-    from harness.start import machine, training
+    from harness import runs
+    from harness.start import claim, machine, recipes
 
     class CheckedRecipe(runs.StartedRecipe):
         claim = None
@@ -83,11 +83,11 @@ def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
             self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run, values))
 
         def prepare(self, arguments):
-            with mock.patch.object(training, "is_of_several", lambda: False):  # the processes that train are not there
-                gpu = training.check_nodes_and_arguments(self.run, arguments)
-                run = dataclasses.replace(self.run, gpu=gpu, lock=folder.lock_of(Path(arguments[1].output_dir)))
-                training.set_model_options(run, arguments)
-                self.claim = training.claim_run(run, arguments)
+            with mock.patch.object(recipes, "is_of_several", lambda: False):  # the processes that train are not there
+                gpu = recipes.check_nodes_and_arguments(self.run, arguments)
+                run = dataclasses.replace(self.run, gpu=gpu, lock=claim.lock_of(Path(arguments[1].output_dir)))
+                recipes.set_model_options(run, arguments)
+                self.claim = claim.claim_run(run, arguments)
                 run.lock.release()
             raise runs.RecipeStopped
 
@@ -101,31 +101,31 @@ def build_trainer(recipe, output_dir: Path, *flags):
     """Runs a recipe (name or path) in this process, tiny; returns the trainer that it passes to `train`."""
     import harness
     from harness import runs
-    from harness.start import training
+    from harness.start import recipes
 
     path, trainers = recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py"), []
     run = runs.Run(path, processes=1, tiny=True, trains=True, on_cpu=True)
     argv = [path, "--output_dir", str(output_dir), *flags]
     replaced = mock.patch.object(harness, "train", trainers.append), mock.patch.object(sys, "argv", argv)
-    with replaced[0], replaced[1], runs.running(training.TrainedRecipe(run)):
+    with replaced[0], replaced[1], runs.running(recipes.TrainedRecipe(run)):
         runpy.run_path(path, run_name="__main__")
     return trainers[-1]
 
 
 def add_parts(trainer, loss=None, group=None):
     """Adds to a trainer what a run adds; returns it."""
-    from harness.run import trainer as of_run
+    from harness.run import training as of_run
 
     return of_run.add_parts(trainer, group, None, loss=loss)
 
 
 def train(trainer, **started) -> None:
     """Does in this process what `train` of a recipe does, started like this. It handles no signal."""
-    from harness.run import session
+    from harness.run import training
     from harness.runs import Run
 
-    with mock.patch.object(session, "set_signal_handler", lambda handler: None):
-        session.run_training(trainer, Run("recipe.py", **started))
+    with mock.patch.object(training, "set_signal_handler", lambda handler: None):
+        training.run_training(trainer, Run("recipe.py", **started))
 
 
 def tiny_tokenizer(name: str):
@@ -174,8 +174,7 @@ def load_saved(run: Path):
 
 def data_settings(name, formats=(), given=(), seed=0, output_dir="", max_steps=1, **settings):
     """What `load` of a recipe with these formats reads: a dataset, or a list of them."""
-    from harness.data.script_arguments import ScriptArguments
-    from harness.data.settings import settings_of_data
+    from harness.start.arguments import ScriptArguments, settings_of_data
 
     script_args = ScriptArguments(dataset_name=[*map(str, name)] if isinstance(name, list) else str(name), **settings)
     training_args = SimpleNamespace(seed=seed, output_dir=str(output_dir), max_steps=max_steps)

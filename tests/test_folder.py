@@ -2,15 +2,15 @@
 
 import os
 
-from harness import folder, restarts
+from harness import folder
 from harness.data.reading import file_versions
+from harness.start import claim as of_claim
+from harness.start.claim import CHOICE_OF_ROWS, MUST_BE_EQUAL
 
 import pytest
 from runs import read
 
-pytestmark = pytest.mark.unit
-
-IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "recipe_digest", *restarts.CHOICE_OF_ROWS), "a")
+IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "recipe_digest", *CHOICE_OF_ROWS), "a")
 IDENTITY |= {
     "datasets": ["a"],
     "dataset_weights": [1],
@@ -27,12 +27,12 @@ RESULTS = IDENTITY | {"global_step": 10, "epoch": 1.0, "final_loss": 2.5}
 
 def claim(run, identity):
     """As the first process does."""
-    lock = folder.lock_of(run)
-    folder.acquire(lock)
+    lock = of_claim.lock_of(run)
+    of_claim.acquire(lock)
     before = folder.read_json(run / "run.json")
     try:
-        folder.check_same_run(run, before, identity)
-        folder.write_run(run, before, dict(identity))
+        of_claim.check_same_run(run, before, identity)
+        of_claim.write_run(run, before, dict(identity))
     finally:
         lock.release()
 
@@ -54,8 +54,8 @@ def test_claim(tmp_path, error_of):
     for _ in range(2):
         claim(run, IDENTITY)
         assert read(run, "run.json") == IDENTITY
-    held = folder.lock_of(run)
-    folder.acquire(held)
+    held = of_claim.lock_of(run)
+    of_claim.acquire(held)
     assert "another run is writing" in error_of(claim, run, IDENTITY)
     held.release()
     claim(run, IDENTITY)
@@ -63,7 +63,7 @@ def test_claim(tmp_path, error_of):
     assert "not from a run" in error_of(claim, tmp_path, IDENTITY)
 
 
-@pytest.mark.parametrize("name", restarts.MUST_BE_EQUAL)
+@pytest.mark.parametrize("name", MUST_BE_EQUAL)
 def test_folder_of_another_run_is_refused(tmp_path, error_of, name):
     """Its checkpoint cannot be loaded, or what it has learned would mean something else, or it was evaluated on other rows."""
     place = dict if name in IDENTITY else lambda value: {"settings": IDENTITY["settings"] | value}
@@ -135,7 +135,7 @@ def test_only_what_a_rehearsal_has_trained_is_deleted(tmp_path):
     begin_training(tmp_path / "mine")
     for name in ("model.safetensors", "train_results.json"):
         (tmp_path / name).touch()
-    folder.delete_training(tmp_path)
+    of_claim.delete_training(tmp_path)
     assert not folder.has_trained(tmp_path) and (tmp_path / "mine/checkpoint-5").is_dir()
 
 
@@ -150,8 +150,8 @@ def test_run_is_finished_when_it_has_trained_as_far_as_is_asked_for(tmp_path):
         (early, (30, 3.0), False),
     ):
         folder.write_json(tmp_path / "train_results.json", RESULTS | more)
-        assert bool(folder.finished_results(tmp_path, *asked)) == is_finished
-    assert not folder.finished_results(tmp_path / "none", 10, 3.0)
+        assert bool(of_claim.finished_results(tmp_path, *asked)) == is_finished
+    assert not of_claim.finished_results(tmp_path / "none", 10, 3.0)
 
 
 def test_finished_run_exits(tmp_path, capsys, error_of):
@@ -159,15 +159,15 @@ def test_finished_run_exits(tmp_path, capsys, error_of):
     folder.write_json(tmp_path / "train_results.json", RESULTS | {"global_batch_size": 8})  # a result here, no setting
     for identity in (IDENTITY, with_settings(logging_steps=5, max_steps=8)):  # which do not matter for what is finished
         with pytest.raises(SystemExit) as end:
-            folder.exit_if_finished(tmp_path, identity, 10, 3.0)
+            of_claim.exit_if_finished(tmp_path, identity, 10, 3.0)
         assert end.value.code == 0
         assert "10 steps" in capsys.readouterr().out
     trained_otherwise = with_settings(learning_rate=2e-3, max_length=64)  # which would train nothing
-    message = error_of(folder.exit_if_finished, tmp_path, trained_otherwise, 10, 3.0)
+    message = error_of(of_claim.exit_if_finished, tmp_path, trained_otherwise, 10, 3.0)
     assert "learning_rate 0.002" in message and "max_length 64" in message
-    assert "checkpoints were deleted" in error_of(folder.exit_if_finished, tmp_path, IDENTITY, 11, 3.0)
+    assert "checkpoints were deleted" in error_of(of_claim.exit_if_finished, tmp_path, IDENTITY, 11, 3.0)
     (tmp_path / "checkpoint-5").mkdir()
-    folder.exit_if_finished(tmp_path, IDENTITY, 11, 3.0)  # it resumes
+    of_claim.exit_if_finished(tmp_path, IDENTITY, 11, 3.0)  # it resumes
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):

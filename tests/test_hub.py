@@ -8,9 +8,9 @@ from harness import configs
 from harness.data.reading import open_splits
 from harness.hub import HubLost, check_model_exists, commit_of, is_reachable
 from harness.messages import UserError
+from harness.model.loading import check_weights
 from harness.model.quantized import quantized_folder
-from harness.model.weight_files import check_weights
-from harness.start.preparing import use_commit
+from harness.start.recipes import use_commit
 
 import datasets
 import huggingface_hub

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from harness import messages, signals
+from harness import launched, messages
 from harness.messages import UserError, exit_on_user_error
 
 import pytest
@@ -33,8 +33,8 @@ def test_user_error(monkeypatch, capsys, rank, process):
 
 def test_user_error_of_all_processes_is_printed_once(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(messages, "wait_for_end", lambda seconds: signals.record_signal(15))
-    monkeypatch.setattr(signals, "_last_signal", 0)
+    monkeypatch.setattr(messages, "wait_for_end", lambda seconds: launched.record_signal(15))
+    monkeypatch.setattr(launched, "_last_signal", 0)
     with pytest.raises(SystemExit):
         fail()
     assert not capsys.readouterr().err

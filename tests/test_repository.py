@@ -32,8 +32,8 @@ PAGES[ROOT / "benchmarks/README.md"] = (ROOT / "benchmarks/README.md").read_text
 FLAGS_OF_OTHERS = {"logdir", "max-lora-rank", "jobid", "overlap"}  # of tensorboard, vLLM and srun
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [
-    ["signals", "launched", "messages", "restarts", "torchvision_operators"],
-    ["compat", "batches"],
+    ["launched", "messages", "torchvision_operators"],
+    ["compat"],
     ["configs", "folder", "hub", "runs"],
     ["nodes"],
     ["data"],

@@ -37,7 +37,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         dataset.
     """
     with exit_on_user_error():
-        from harness.start.parsing import parse
+        from harness.start.recipes import parse
 
         return parse(config_class, dataset_formats, **defaults)
 
@@ -117,7 +117,7 @@ def train(trainer: Any) -> None:
     """
     with exit_on_user_error():
         from harness import runs
-        from harness.start.checks import check_built_trainer
+        from harness.start.arguments import check_built_trainer
 
         started = runs.started()
         started.trainer = trainer

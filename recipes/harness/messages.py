@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from harness.launched import has_ended, record_end
-from harness.signals import last_signal
+from harness.launched import has_ended, last_signal, record_end
 
 DEBUG_VARIABLE = "HARNESS_DEBUG"  # set by launch.sh --debug: errors show their traceback
 

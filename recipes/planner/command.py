@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.hub import use_cache_if_unreachable
+from harness.launched import set_interrupt_handler
 from harness.messages import UserError, exit_on_user_error, kind_and_line, plural
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import physical_cores
 from harness.runs import GpuFeatures, Run
-from harness.signals import set_interrupt_handler
 from planner import processes
 from planner.arguments import PlanArguments, read_arguments
 from planner.hardware import find_gpus

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.batches import too_few_steps
 from harness.commands.report import print_table
+from harness.data.settings import too_few_steps
 from harness.messages import plural
 from planner import cards
 from planner.hardware import host_memory

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from harness.launched import exit_with_parent
 from harness.messages import exit_on_user_error
-from harness.signals import exit_with_parent
 
 
 def start_server() -> str:

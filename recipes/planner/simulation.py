@@ -19,21 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.batches import length_of_rows
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
 from harness.configs import AccelerateConfig
+from harness.data.settings import length_of_rows
 from harness.folder import read_json
 from harness.messages import UserError
+from harness.model.attention import check_packing
 from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture
-from harness.model.packing import check_packing
 from harness.run.generation import micro_batches_of_generation
 from harness.run.losses import Loss, own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
-from harness.start import preparing
+from harness.start import recipes
 from harness.start.arguments import Arguments
 from harness.start.environment import set_environment_of_accelerate
 from harness.start.machine import set_allocator
@@ -96,14 +96,14 @@ class PlannedRecipe(StartedRecipe):
         if "flash" in (model_args.attn_implementation or ""):
             model_args.attn_implementation = None
         use_no_gpu_kernels()
-        preparing.check_all_arguments(run, arguments)
-        preparing.set_model_options(run, arguments)
+        recipes.check_all_arguments(run, arguments)
+        recipes.set_model_options(run, arguments)
         run = dataclasses.replace(run, data=use_planned_size(run.data, training_args, model_args))
         check_architecture(training_args, model_args, name)
         check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
         if model_args.use_peft:
             build_adapter_on_meta(model_args, name)
-        self.run = preparing.prepare_data(run, arguments)
+        self.run = recipes.prepare_data(run, arguments)
 
 
 @dataclass

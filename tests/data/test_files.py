@@ -4,7 +4,8 @@ import dataclasses
 import gzip
 import json
 
-from harness.data.loading import PREVIEWED_ROWS, REHEARSED_ROWS, load
+from harness.data.conversion import REHEARSED_ROWS
+from harness.data.loading import PREVIEWED_ROWS, load
 from harness.messages import UserError
 
 import datasets

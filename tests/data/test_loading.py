@@ -6,8 +6,7 @@ from dataclasses import replace
 from harness.data import loading, reading
 from harness.data.loading import load
 from harness.data.reading import print_ignored_files
-from harness.data.script_arguments import ScriptArguments
-from harness.data.settings import settings_of_data
+from harness.start.arguments import ScriptArguments, settings_of_data
 
 import datasets
 import pandas

@@ -3,7 +3,7 @@
 import itertools
 import json
 
-from harness.data import mixture
+from harness.data import loading
 from harness.data.loading import load
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
@@ -155,14 +155,14 @@ def test_rows_of_cycle():
 
 def test_shares_of_few_rows():
     data = arguments_of(["a/a", "b/b"], [1, 1])
-    assert mixture.share(data, [1, 100]) == [1, 1]
+    assert loading.share(data, [1, 100]) == [1, 1]
     names = ["a/a", "b/b", "c/c", "d/d"]
     for count in (4, 10, 11, 17):  # exactly as many as asked for
-        assert sum(mixture.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
-        assert sum(mixture.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
+        assert sum(loading.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
+        assert sum(loading.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
     sizes = [27, 500, 90, 33]
     for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
-        counts = mixture.share(arguments_of(names, weights), sizes)
+        counts = loading.share(arguments_of(names, weights), sizes)
         assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from harness.data.tokenization import load_tokenizer, tokenize
 from harness.folder import DATA, write_json
 from harness.run.prompts import SeenRows
-from harness.run.session import report_dropped_rows
+from harness.run.training import report_dropped_rows
 from harness.runs import Run
 
 import pytest

@@ -46,15 +46,15 @@ def install() -> None:
 
 def main() -> None:
     install()
-    from harness.model import packing
+    from harness.model import attention
 
     import transformers
 
-    packing.use_no_gpu_kernels = contextlib.nullcontext  # the references compute on a CPU
+    attention.use_no_gpu_kernels = contextlib.nullcontext  # the references compute on a CPU
     transformers.logging.set_verbosity_error()
     found = {}
-    for kind in packing.KEPT_APART_BY_KERNELS:
-        found[kind] = packing.keeps_documents_apart(transformers.AutoConfig.for_model(kind), None)
+    for kind in attention.KEPT_APART_BY_KERNELS:
+        found[kind] = attention.keeps_documents_apart(transformers.AutoConfig.for_model(kind), None)
     print(json.dumps(found))
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from harness.messages import UserError
-from harness.model import attention, varlen
+from harness.model import attention
 from harness.rehearsal import tiny
 from harness.runs import GpuFeatures, Run
 
@@ -22,7 +22,7 @@ FAMILIES = [
 
 
 def make_model(family: str) -> torch.nn.Module:
-    varlen.register_varlen()
+    attention.register_varlen()
     config = tiny.shrink(AutoConfig.for_model(family), TOKENS)
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
@@ -78,7 +78,7 @@ def test_what_it_cannot_compute_is_refused(error_of):
     module, tensor = SimpleNamespace(training=True, is_causal=True), torch.ones(1, 2, 8, 16)
     for name, value in {"dropout": 0.1, "softcap": 5.0, "s_aux": tensor, "position_bias": tensor}.items():
         options = {name: value, "cu_seq_lens_q": batch["cu_seq_lens_q"], "max_length_q": 4}
-        message = error_of(varlen.attend_within_documents, module, tensor, tensor, tensor, None, **options)
+        message = error_of(attention.attend_within_documents, module, tensor, tensor, tensor, None, **options)
         assert f"varlen has no {name}" in message
 
 

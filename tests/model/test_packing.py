@@ -6,7 +6,7 @@ import sys
 import types
 
 from harness.messages import UserError
-from harness.model.packing import KEPT_APART_BY_KERNELS, carries_state, check_packing
+from harness.model.attention import KEPT_APART_BY_KERNELS, carries_state, check_packing
 
 import pytest
 from conftest import ROOT

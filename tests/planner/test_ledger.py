@@ -1,6 +1,6 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
-from harness.model.varlen import mask_of_window
+from harness.model.attention import mask_of_window
 from planner import layers
 from planner.attention import flash_workspace, pairs_in_documents
 from planner.ledger import VARLEN_BACKWARD, Counts, Held, Ledger, Peak, counts_of_step, hull_of

@@ -8,7 +8,7 @@ import sys
 import uuid
 
 from harness import runs
-from harness.data.script_arguments import ScriptArguments
+from harness.start.arguments import ScriptArguments
 
 import pytest
 import transformers

@@ -15,7 +15,7 @@ import harness
 from harness import runs
 from harness.messages import UserError
 from harness.run.stopping import make_cpu_group
-from harness.run.trainer import add_parts
+from harness.run.training import add_parts
 
 
 def read_two_steps(trainer):

@@ -126,11 +126,11 @@ def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
 
 # Each function that fails, and what is reported as lost.
 LOST = {
-    "session.evaluate": "the last evaluation",
-    "session.save_held_out": "what --verify compares with",
-    "session.generate_samples": "samples.txt",
-    "session.print_summary": "the summary",
-    "session.write_model_card": "README.md",
+    "training.evaluate": "the last evaluation",
+    "training.save_held_out": "what --verify compares with",
+    "training.generate_samples": "samples.txt",
+    "training.print_summary": "the summary",
+    "training.write_model_card": "README.md",
     "results.draw_losses": "loss.png",
 }
 
@@ -151,11 +151,11 @@ def test_error_in_processes_that_others_wait_for(fork_launch, tmp_path, failing)
     """An error in one process ends the run, else the others would wait until --ddp_timeout. All of them lose nothing."""
     lines = f"""
     import os
-    from harness.run import session
+    from harness.run import training
     def fail(*arguments):
         raise ValueError("of these processes")
     if os.environ["RANK"] in "{failing}":
-        session.evaluate = session.generate_samples = fail
+        training.evaluate = training.generate_samples = fail
 """
     data, recipe, run = tmp_path / "rows.jsonl", tmp_path / "mine.py", tmp_path / "run"
     data.write_text("\n".join(map(json.dumps, LABELED)))

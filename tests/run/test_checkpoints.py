@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from harness import folder
 from harness.messages import UserError
-from harness.run import checkpoints, marker, weights
+from harness.run import checkpoints, marker, parameters
 
 import pytest
 import torch
@@ -184,7 +184,7 @@ def saved_model(request, tmp_path):
         save({"model": model.state_dict()}, checkpoint_id=checkpoint / folder.SHARDED)
     else:
         model.save_pretrained(checkpoint)
-    trained = weights.WeightsOfModel(model).trained
+    trained = parameters.WeightsOfModel(model).trained
     marker.write_marker(checkpoint, {"files": {"a": [0, ""]}, "trained": trained})
     return checkpoint, make
 
@@ -193,9 +193,9 @@ def test_weights_of_another_model_are_refused(saved_model, error_of):
     checkpoint, make = saved_model
 
     def problem(model):
-        return error_of(weights.check_saved_weights, checkpoint, weights.WeightsOfModel(model))
+        return error_of(parameters.check_saved_weights, checkpoint, parameters.WeightsOfModel(model))
 
-    weights.check_saved_weights(checkpoint, weights.WeightsOfModel(make()))
+    parameters.check_saved_weights(checkpoint, parameters.WeightsOfModel(make()))
     assert "another shape" in problem(make(hidden_size=16))
     assert "it lacks " in problem(make(num_hidden_layers=3))
     frozen = make()
@@ -236,13 +236,13 @@ def test_names_that_save_pretrained_converts(tmp_path):
 
     saved, model = make(), make()
     saved.save_pretrained(tmp_path)
-    assert not weights.WeightsOfModel(model).problem(tmp_path)
-    assert weights.load_converted(model, tmp_path)
+    assert not parameters.WeightsOfModel(model).problem(tmp_path)
+    assert parameters.load_converted(model, tmp_path)
     for name, weight in saved.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
     with pytest.raises(RuntimeError, match="lacks weights"):
-        weights.load_converted(make(num_hidden_layers=1), tmp_path)
-    assert weights.WeightsOfModel(make(num_hidden_layers=3)).problem(tmp_path)
+        parameters.load_converted(make(num_hidden_layers=1), tmp_path)
+    assert parameters.WeightsOfModel(make(num_hidden_layers=3)).problem(tmp_path)
 
 
 def test_callback_continues_with_its_state(build_trainer):

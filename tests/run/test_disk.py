@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness.run.disk import check_disk_space, estimated_sizes
+from harness.run.checkpoints import check_disk_space, estimated_sizes
 
 import pytest
 from runs import is_complete, losses, read, wait_for_checkpoint

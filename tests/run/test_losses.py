@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from harness.messages import UserError
 from harness.run.losses import check_loss_of_pairs, prepare_loss
-from harness.run.session import prepare_trainer
+from harness.run.training import prepare_trainer
 
 import pytest
 import torch

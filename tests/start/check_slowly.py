@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.nodes import network
-from harness.start import training
+from harness.start import recipes
 
-training.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
-claim_run = training.claim_run
+recipes.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
+claim_run = recipes.claim_run
 
 
-def claim_slowly(*args: Any) -> training.Claim:
+def claim_slowly(*args: Any) -> recipes.Claim:
     time.sleep(8)
     return claim_run(*args)
 
 
-training.claim_run = claim_slowly
+recipes.claim_run = claim_slowly
 runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.data.script_arguments import ScriptArguments
 from harness.run import sharding
 from harness.runs import Run
 from harness.start import machine
-from harness.start.arguments import set_steps
+from harness.start.arguments import ScriptArguments, set_steps
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 
-from harness.folder import acquire, lock_of
+from harness.start.claim import acquire, lock_of
 
 import pytest
 from conftest import ROOT

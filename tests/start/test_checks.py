@@ -9,11 +9,21 @@ from unittest.mock import Mock
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.data.script_arguments import ScriptArguments
 from harness.nodes.cluster import Nodes
 from harness.runs import Run, StartedRecipe
-from harness.start import checks, launch, machine, training
-from harness.start.preparing import check_all_arguments
+from harness.start import claim, launch, machine
+from harness.start.arguments import (
+    REFUSED,
+    ScriptArguments,
+    check_built_trainer,
+    check_flags_have_effect,
+    check_generation,
+    check_numbers,
+    check_optimizer,
+    check_quantized,
+    check_refused,
+)
+from harness.start.recipes import check_all_arguments
 
 import pytest
 import torch
@@ -89,7 +99,7 @@ def test_arguments_that_the_built_trainer_has_not(refuses, flags, problem):
         model = get_peft_model(model, LoraConfig(r=8))
     arguments = None, SFTConfig(use_cpu=True, bf16=False), ModelConfig(**flags)
     recipe = StartedRecipe(Run("a.py", given=frozenset(flags)), arguments=arguments, trainer=SimpleNamespace(model=model))
-    refuses(problem, checks.check_built_trainer, recipe)
+    refuses(problem, check_built_trainer, recipe)
 
 
 def test_adapter_that_a_recipe_does_not_make(fork_launch, tmp_path):
@@ -145,7 +155,7 @@ def test_arguments_that_an_optimizer_does_not_read(tmp_path, refuses):
         ("sgd", "nesterov=true,momentum=0.9", ""),
     ):
         training_args = TrainingArguments(str(tmp_path), optim=optim, optim_args=given, use_cpu=True, bf16=False)
-        refuses(unread, checks.check_optimizer, training_args, AccelerateConfig())
+        refuses(unread, check_optimizer, training_args, AccelerateConfig())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +173,7 @@ def test_options_of_sharded_4bit_weights(refuses, training, model, flag):
     training_args = SimpleNamespace(**NEITHER | {"torch_compile": False, "model_init_kwargs": None} | training)
     model_args = ModelConfig("my/model", **{"use_peft": True, "load_in_4bit": True} | model)
     arguments = Run("a.py", any_config=True), training_args, model_args
-    refuses(flag, checks.check_quantized, *arguments)
+    refuses(flag, check_quantized, *arguments)
 
 
 def test_recipe_must_call_train(fork_launch, tmp_path):
@@ -179,25 +189,25 @@ def test_recipe_must_call_train(fork_launch, tmp_path):
 
 def test_folder_that_another_node_does_not_have(tmp_path, monkeypatch, error_of):
     """Only the first process makes it."""
-    monkeypatch.setattr(training, "answer_of_first", lambda question, find: str(tmp_path / "run/file"))
-    monkeypatch.setattr(training, "SECONDS_TO_SEE_IT", 1)
-    message = error_of(training.check_folder_is_shared, tmp_path / "run")
+    monkeypatch.setattr(claim, "answer_of_first", lambda question, find: str(tmp_path / "run/file"))
+    monkeypatch.setattr(claim, "SECONDS_TO_SEE_IT", 1)
+    message = error_of(claim.check_folder_is_shared, tmp_path / "run")
     assert "is not the same folder on all nodes" in message
 
 
-@pytest.mark.parametrize("words", checks.REFUSED)
+@pytest.mark.parametrize("words", REFUSED)
 def test_refused_flags(error_of, words):
     """Set by the recipe, a file or the command line."""
     name, value = [*words.removeprefix("--").split(), "x"][:2]
     number_or_text = {"True": True, "False": False, "1": 1}.get(value, value)
-    assert error_of(checks.check_refused, argparse.Namespace(**{name: number_or_text})).startswith(f"--{name}: ")
-    checks.check_refused(argparse.Namespace(**{name: number_or_text is False}))
+    assert error_of(check_refused, argparse.Namespace(**{name: number_or_text})).startswith(f"--{name}: ")
+    check_refused(argparse.Namespace(**{name: number_or_text is False}))
 
 
 @pytest.mark.parametrize("name", ["trust_remote_code", "tp_plan"])
 def test_options_of_a_model_that_are_refused(error_of, name):
     for options in ({name: "auto"}, f'{{"{name}": true}}'):
-        assert name in error_of(checks.check_refused, argparse.Namespace(model_init_kwargs=options))
+        assert name in error_of(check_refused, argparse.Namespace(model_init_kwargs=options))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +226,7 @@ def test_flags_without_effect(refuses, given, values, flag):
     config = {name: values[name] for name in ("lr_scheduler_type", "warmup_steps") if name in values}
     arguments = ScriptArguments(max_tokens=values.get("max_tokens")), TrainingArguments("out", use_cpu=True, **config)
     call = Run("a.py", given=frozenset(given)), *arguments, ModelConfig(use_peft=values.get("use_peft", False))
-    refuses(flag and f"--{flag} ", checks.check_flags_have_effect, *call)
+    refuses(flag and f"--{flag} ", check_flags_have_effect, *call)
 
 
 @pytest.mark.parametrize(("group", "iterations", "flag"), [(4, 1, ""), (3, 1, "--num_generations"), (4, 2, "--num_iterations")])
@@ -224,7 +234,7 @@ def test_groups_of_answers(refuses, group, iterations, flag):
     values = {"generation_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps"}
     values |= {"num_generations": group, "num_iterations": iterations, "metric_for_best_model": None}
     training_args = SimpleNamespace(**values)
-    refuses(flag, checks.check_generation, SimpleNamespace(dataset_streaming=False), training_args)
+    refuses(flag, check_generation, SimpleNamespace(dataset_streaming=False), training_args)
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, DistillationConfig])
@@ -239,4 +249,4 @@ NUMBERS = [("max_steps", 0), ("max_steps", -5), ("learning_rate", math.nan), ("m
 @pytest.mark.parametrize(("name", "value"), [*NUMBERS, ("max_pixels", -1), ("max_pixels", 980)])
 def test_numbers_with_which_nothing_is_trained(error_of, name, value):
     training_args = SimpleNamespace(**{"max_steps": 1} | {name: value})
-    assert f"--{name} is {value}" in error_of(checks.check_numbers, Run("a.py"), SimpleNamespace(), training_args)
+    assert f"--{name} is {value}" in error_of(check_numbers, Run("a.py"), SimpleNamespace(), training_args)

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 from harness import configs, runs
-from harness.start import parsing, training
+from harness.start import recipes
 
 import pytest
 import torch
@@ -123,8 +123,8 @@ def test_keys_that_accelerate_launch_does_not_pass_on(monkeypatch, capsys, no_re
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(training, "allow_fsdp_on_cpu", lambda: None)  # for the rest of the process
-    started = training.start_of_training()
+    monkeypatch.setattr(recipes, "allow_fsdp_on_cpu", lambda: None)  # for the rest of the process
+    started = recipes.start_of_training()
     started.choose_device(values(use_cpu=True, bf16=True))
     run = started.run
     assert not run.config.path and run.processes == int(variables.get("WORLD_SIZE", 1))
@@ -137,7 +137,7 @@ def test_flags_override_the_environment_of_accelerate(monkeypatch, no_recipe):
     monkeypatch.setattr(
         os, "environ", os.environ | {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
     )
-    config = training.start_of_training().run.config
+    config = recipes.start_of_training().run.config
     assert config.mixed_precision == "bf16" and config.activation_checkpointing and not config.offload_params
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no" and os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
 
@@ -145,7 +145,7 @@ def test_flags_override_the_environment_of_accelerate(monkeypatch, no_recipe):
 def test_python_has_no_config(monkeypatch, capsys, no_recipe):
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    assert training.start_of_training().run == runs.Run(sys.argv[0], trains=True) and not any(capsys.readouterr())
+    assert recipes.start_of_training().run == runs.Run(sys.argv[0], trains=True) and not any(capsys.readouterr())
 
 
 @pytest.mark.parametrize(("own", "lines"), [({}, 1), ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, 0)])
@@ -154,18 +154,18 @@ def test_variable_that_launch_sh_sets_is_named(monkeypatch, capsys, no_recipe, o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "ACCELERATE_"))}
     monkeypatch.setattr(os, "environ", kept | own)
-    training.start_of_training().choose_device(values(use_cpu=False, bf16=True))
+    recipes.start_of_training().choose_device(values(use_cpu=False, bf16=True))
     assert capsys.readouterr().out.count("PYTORCH_ALLOC_CONF=expandable_segments:True") == lines
 
 
 def test_old_driver_of_rtx_40xx(monkeypatch):
     """accelerate refuses such machines unless NCCL does not copy between GPUs."""
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(parsing, "check_cuda_p2p_ib_support", lambda: False)
-    parsing.disable_peer_to_peer()
+    monkeypatch.setattr(recipes, "check_cuda_p2p_ib_support", lambda: False)
+    recipes.disable_peer_to_peer()
     assert os.environ == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 def test_python_on_several_gpus_is_an_error():
-    facts = training.facts_of_node(runs.Run(str(RECIPE)), SimpleNamespace(n_gpu=4))
+    facts = recipes.facts_of_node(runs.Run(str(RECIPE)), SimpleNamespace(n_gpu=4))
     assert "4 GPUs" in facts["problem"] and "CUDA_VISIBLE_DEVICES=0" in facts["problem"]

@@ -26,7 +26,7 @@ def python(environment, tmp_path):
 
 def test_exit_with_parent(python):
     """Also if the parent was killed before the call."""
-    script = "import os\nfrom harness.signals import exit_with_parent\nexit_with_parent({})\nprint('lives')"
+    script = "import os\nfrom harness.launched import exit_with_parent\nexit_with_parent({})\nprint('lives')"
     assert python(script.format("os.getppid()")).stdout == "lives\n"
     assert python(script.format("os.getpid()")).returncode == 137
 

@@ -4,13 +4,11 @@ import argparse
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.runs import Run
-from harness.start import record
+from harness.runs import Run, settings_of, without_secrets
+from harness.start import claim
 
 import pytest
 from conftest import ROOT
-
-pytestmark = pytest.mark.unit
 
 TOKEN = "hf_" + "a1B2" * 9
 
@@ -32,7 +30,7 @@ class Arguments:
 
 def settings(**values):
     defaults = {"rate": 1e-3, "steps": -1, "kind": "a", "names": [], "options": None, "disable_tqdm": True}
-    return record.settings_of(argparse.Namespace(**defaults | values), (Arguments,))
+    return settings_of(argparse.Namespace(**defaults | values), (Arguments,))
 
 
 def test_values_that_are_not_defaults():
@@ -59,13 +57,13 @@ def test_values_that_are_not_defaults():
 )
 def test_no_secret_is_recorded(monkeypatch, value, written):
     monkeypatch.setenv("SERVICE_KEY", "my-secret-value")
-    assert record.without_secrets(value) == written
+    assert without_secrets(value) == written
 
 
 def test_command(monkeypatch):
     context = Run(str(ROOT / "recipes/qwen2_chat.py"), tiny=True)
     context.config.path = "/mine/two gpus.yaml"
     monkeypatch.setattr("sys.argv", [context.recipe, "--run_name", f"a {TOKEN}"])
-    assert record.command_of(context).endswith("qwen2_chat.py --run_name 'a hidden'")
-    monkeypatch.setattr(record, "launched", lambda: True)
-    assert record.command_of(context) == "./launch.sh --tiny qwen2_chat '/mine/two gpus.yaml' --run_name 'a hidden'"
+    assert claim.command_of(context).endswith("qwen2_chat.py --run_name 'a hidden'")
+    monkeypatch.setattr(claim, "launched", lambda: True)
+    assert claim.command_of(context) == "./launch.sh --tiny qwen2_chat '/mine/two gpus.yaml' --run_name 'a hidden'"

@@ -25,8 +25,8 @@ from harness.folder import (
     write_json,
 )
 from harness.hub import hub_errors
+from harness.launched import set_signal_handler
 from harness.messages import UserError, exit_on_user_error, one_message, print_once
-from harness.signals import set_signal_handler
 
 EMBEDDINGS = {"embed_tokens", "wte", "embed_in", "lm_head", "embed_out"}  # names of the first and the last layer
 ADAPTER = "adapter_model.safetensors"
@@ -72,7 +72,7 @@ def main(*words: str) -> None:
 
 def find_source(run: Path) -> Path:
     """The folder itself if it has an adapter or a sharded model, else its newest complete checkpoint."""
-    from harness.model.weight_files import weight_files
+    from harness.model.loading import weight_files
     from harness.run.marker import find_damage
 
     if (run / ADAPTER).is_file():
@@ -124,7 +124,7 @@ def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
 
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
-    from harness.model.weight_files import class_of_model
+    from harness.model.attention import class_of_model
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -146,8 +146,8 @@ def put_together(checkpoint: Path, target: Path) -> None:
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_original: bool) -> None:
     """Writes the model an adapter belongs to, with the adapter added to the weights that it was trained on."""
     from harness.compat.transformers import names_in_model
+    from harness.model.loading import FILES_OF_MODEL, INDEX, check_weights, weight_files
     from harness.model.quantized import read_quantization, read_source
-    from harness.model.weight_files import FILES_OF_MODEL, INDEX, check_weights, weight_files
 
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -245,7 +245,7 @@ def merge_in_memory(
     `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
     they are different weights now. `how`, `quantized`: the `TrainedQuantization`, and the weights that it quantized.
     """
-    from harness.model.weight_files import class_of_model
+    from harness.model.attention import class_of_model
 
     import torch
     from peft import PeftModel, set_peft_model_state_dict

@@ -39,18 +39,18 @@ class PreparedRecipe(StartedRecipe):
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
         from harness.compat.transformers import load_tokenizers_as_offline
-        from harness.model.loading import load_small_models
+        from harness.model.loading import check_models, load_small_models
         from harness.model.quantized import quantize_once, use_quantized_weights
-        from harness.start import preparing
+        from harness.start import recipes
 
         run = self.run
         _, training_args, model_args = arguments
-        preparing.check_all_arguments(run, arguments)
-        preparing.set_model_options(run, arguments)
-        preparing.check_model_and_dataset(run, arguments, with_weights=False)
+        recipes.check_all_arguments(run, arguments)
+        recipes.set_model_options(run, arguments)
+        check_models(run, arguments, with_weights=False)
         if self.downloads and not run.tiny:
             if model_args.model_name_or_path:
-                preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
+                recipes.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
                 download_model(model_args.model_name_or_path, model_args.model_revision)
             if teacher := getattr(training_args, "teacher_model_name_or_path", None):
                 download_model(teacher, training_args.teacher_model_revision or "main")
@@ -58,16 +58,16 @@ class PreparedRecipe(StartedRecipe):
                 download_streams(run.data.sources)
         if self.downloads:
             load_tokenizers_as_offline()
-        run = preparing.replace_model_and_dataset(run, arguments)
+        run = recipes.replace_model_and_dataset(run, arguments)
         if self.downloads and model_args.load_in_4bit:
             quantize_once(model_args)
             use_quantized_weights(model_args, training_args)
-        self.run = preparing.prepare_process(run, arguments)
+        self.run = recipes.prepare_process(run, arguments)
         load_small_models()
 
 
 def download_model(name: str, revision: str) -> None:
-    from harness.model.weight_files import FILES_OF_MODEL, check_weights
+    from harness.model.loading import FILES_OF_MODEL, check_weights
 
     from huggingface_hub import snapshot_download
 

@@ -18,11 +18,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.prepare import PreparedRecipe
 from harness.commands.rewards import print_rewards, score
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
+from harness.data.settings import is_packed, length_of_rows
+from harness.data.turns import IGNORED
 from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
 from harness.run.documents import Document, documents_of
 from harness.runs import Run
@@ -41,7 +42,7 @@ def main(*words: str) -> None:
     set_environment(parsed.tiny)
     from harness.data.conversion import MAX_LETTERS
     from harness.run import generation
-    from harness.run.session import report_dropped_rows
+    from harness.run.training import report_dropped_rows
 
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):

@@ -36,7 +36,8 @@ def load_model(folder: Path) -> Any:
     70B model fits the two 24 GB GPUs that it was trained on. One process uses all GPUs, one after the other.
     """
     from harness.compat.transformers import use_no_gpu_kernels
-    from harness.model.weight_files import check_adapter_weights, check_found, class_of_model
+    from harness.model.attention import class_of_model
+    from harness.model.loading import check_adapter_weights, check_found
 
     import torch
     import transformers

@@ -15,12 +15,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED
 from harness.commands import arguments
 from harness.commands.gguf import FLOATS, Check, check_vocabulary, compare, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, count_marks, encode_turns
+from harness.data.turns import IGNORED
 from harness.folder import HELD_OUT, RESULTS, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, one_message, print_once

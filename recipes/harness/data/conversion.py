@@ -24,6 +24,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 ROWS_TO_CHECK = 20  # the first ones, which show the format
 ROWS_TO_SEARCH = 10_000  # after these, for the first usable one
+REHEARSED_ROWS = 500  # of each split, for a rehearsal or plan
 MAX_LETTERS = 150  # of a text, in a rehearsal
 MAX_TOOL_LETTERS = 20  # of each text in the definition of a tool
 # Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns

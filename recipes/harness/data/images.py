@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED
-from harness.data.turns import CONTENT, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json, role_of
+from harness.data.turns import CONTENT, IGNORED, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json, role_of
 from harness.messages import UserError, plural
 
 import PIL.Image

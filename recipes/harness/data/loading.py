@@ -5,7 +5,10 @@ memory the first process does it, and the others read the result from the cache 
 """
 
 import itertools
+import math
+import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,23 +37,20 @@ from harness.data.conversion import (
     usable_rows,
     versions_of_images,
 )
-from harness.data.held_out import hold_out, hold_out_of_stream
 from harness.data.images import OF_IMAGE
-from harness.data.mixture import mix, share
 from harness.data.reading import PLACE, make_once
 from harness.data.settings import DataSettings, Source, evaluation_split
-from harness.data.stream_rows import shuffle
-from harness.data.summary import add_summaries, summarize
+from harness.data.stream_rows import mix_streams, shuffle
 from harness.folder import DATA, has_trained, read_json, write_json
 from harness.hub import hub_errors
 from harness.messages import UserError, is_first_process, print_once
 
-from datasets import Dataset, Features, IterableDataset, interleave_datasets
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher, generate_fingerprint
 
 PREVIEWED_ROWS = 400  # of each split, for a preview
-REHEARSED_ROWS = 500  # likewise, for a rehearsal or plan
 MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
 UNUSABLE = "rows_with_unusable_images"  # in data.json
@@ -420,3 +420,128 @@ def count_training_rows(data: DataSettings) -> int | None:
             return sum(share(data, sizes))
         return None
     return sizes[0]
+
+
+def mix(data: DataSettings, datasets: list[Dataset] | list[IterableDataset]) -> Dataset | IterableDataset:
+    """The rows of all datasets by weight, in an order that depends on the seed only."""
+    if isinstance(datasets[0], IterableDataset):
+        return mix_streams(datasets, [source.weight for source in data.sources], data.seed)
+    sizes = list(map(len, datasets))
+    generator = np.random.default_rng(data.seed)
+    start = 0
+    chosen = []
+    for source, size, count in zip(data.sources, sizes, share(data, sizes), strict=True):
+        if not count:
+            raise UserError(
+                f"--dataset_weights: no row of {source.display_name} in an epoch: pass a larger weight, or --max_samples"
+            )
+        while count > 0:
+            order = generator.permutation(size)
+            chosen.append(start + order[:count])
+            count -= size
+        start += size
+    return concatenate_datasets(datasets).select(generator.permutation(np.concatenate(chosen)))
+
+
+def share(data: DataSettings, sizes: list[int]) -> list[int]:
+    """How many rows of datasets of these sizes an epoch has."""
+    weights = [source.weight for source in data.sources]
+    total = data.max_samples or min(map(operator.truediv, sizes, weights))
+    shares = [total * weight for weight in weights]
+    counts = list(map(math.floor, shares))
+    by_rest = sorted(range(len(counts)), key=lambda index: counts[index] - shares[index])
+    for index in by_rest[: round(total) - sum(counts)]:  # the largest rests are rounded up
+        counts[index] += 1
+    return counts
+
+
+def hold_out(reasons: list[str], digests: list[str], count: int) -> list[int]:
+    """At most `count` rows to evaluate on, by index. `reasons`: why each row is skipped, "" if it is not.
+
+    Rows that equal a held-out one are not trained on either. With them, a tenth of the rows is held out at most.
+    """
+    equal: dict[str, list[int]] = {}
+    for index, (reason, digest) in enumerate(zip(reasons, digests, strict=True)):
+        if not reason:
+            equal.setdefault(digest, []).append(index)
+    groups = list(equal.values())
+    left = max(1, sum(map(len, groups)) // 10)
+    chosen = []
+    for number in np.random.default_rng(0).permutation(len(groups)):
+        group = groups[number]
+        if len(chosen) < count and len(group) <= left:
+            chosen.append(group[0])
+            left -= len(group)
+    if not chosen and groups:
+        chosen.append(min(groups, key=len)[0])
+    return chosen
+
+
+def hold_out_of_stream(rows: IterableDataset, count: int, is_small: bool) -> list[dict]:
+    """The first rows of the last file, or of the last block of Parquet files.
+
+    A stream of one file without blocks, or with too few rows there, gives a random tenth of its first `10 * count` rows. In no
+    case they are more than a tenth of the rows. All `rows` can be used; `is_small`: they may be counted.
+    """
+    shards = rows.num_shards
+    if shards > 1:
+        # Blocks have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
+        is_counted = is_small or shards < 10
+        known = 10 * count
+        if is_counted:
+            known = len(list(rows.take(known)))
+        wanted = min(count, max(1, known // 10))
+        last_shard = rows.shard(shards, shards - 1)
+        last = list(last_shard.take(wanted + 1))
+        if len(last) > wanted:  # a part of the stream may have this file or block only
+            return last[:wanted]
+    first = list(rows.take(10 * count))
+    order = np.random.default_rng(0).permutation(len(first))
+    wanted = min(count, max(1, len(first) // 10))
+    return [first[index] for index in order[:wanted]]
+
+
+SHOWN_REASONS = 12
+NUMBERS = ("rows", "skipped_rows", "held_out", "trained_rows")
+
+
+def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
+    """What was read, skipped and found of a dataset; prints it. `digests`: of the rows that are held out of all datasets."""
+    name = one.source.display_name
+    reasons = one.examined[REASON][:]
+    trained = 0
+    for reason, digest in zip(reasons, one.examined[DIGEST][:], strict=True):
+        if not reason and digest not in digests:
+            trained += 1
+    skipped = Counter(filter(None, reasons))
+    shown = []
+    for reason, count in skipped.most_common(SHOWN_REASONS):  # each image that cannot be read is one
+        shown.append(f"{count:,} {reason} (the first is row {reasons.index(reason) + 1:,})")
+    held_out = 0
+    if one.held_out:
+        held_out = len(one.eval_rows)
+    read = f"{'' if one.is_complete else 'the first '}{len(reasons):,} rows"
+    if skipped:
+        print_once(f"{name}: {skipped.total():,} of {read} skipped: {', '.join(shown)}.")
+    evaluation = f"split {one.test_split} is for evaluation"
+    if held_out:
+        evaluation = f"{held_out} are held out for evaluation and, with all rows that equal them, never trained on"
+    print_once(f"{name}: {trained:,} of {read} are trained on; {evaluation}.")
+    return {
+        "name": name,
+        "is_complete": one.is_complete,
+        "format": one.conversion.format,
+        "rows": len(reasons),
+        "skipped_rows": skipped.total(),
+        "held_out": held_out,
+        "trained_rows": trained,
+        "skipped": dict(skipped.most_common()),
+    }
+
+
+def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of data.json for a mixture: the sums over the datasets, and `datasets` with what each has."""
+    total: dict[str, Any] = {}
+    for name in NUMBERS:
+        total[name] = sum(summary[name] for summary in summaries)
+    return total | {"is_complete": all(summary["is_complete"] for summary in summaries), "datasets": summaries}

@@ -1,17 +1,10 @@
-"""Which datasets and splits a run reads, and how: what `load` takes, and how it follows from the arguments."""
+"""Which datasets and splits a run reads, and how; the rows and tokens of a step."""
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.data.formats import DESCRIPTIONS
-from harness.messages import UserError
-
-if TYPE_CHECKING:  # they import torch
-    from harness.data.script_arguments import ScriptArguments
-
-    from transformers import TrainingArguments
+from harness.messages import UserError, plural
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
 
@@ -75,71 +68,6 @@ class DataSettings:
         return replace(self, sources=tuple(replace(source, **changes) for source in self.sources))
 
 
-def settings_of_data(
-    script_args: "ScriptArguments",
-    training_args: "TrainingArguments",
-    formats: tuple[str, ...] | str = (),
-    given: frozenset[str] = frozenset(),
-) -> DataSettings:
-    """What the arguments of a run say about its data. Raises UserError for datasets that do not belong together.
-
-    `formats`: see DataSettings. `given`: names of the arguments that the user passed.
-    """
-    formats = tuple(filter(None, [formats] if isinstance(formats, str) else formats))
-    unknown = set(formats) - DESCRIPTIONS.keys()
-    if unknown:
-        raise UserError(f"dataset_formats: {min(unknown)!r} is no format: use one or several of {', '.join(DESCRIPTIONS)}")
-    has_own = hasattr(training_args, "chat_template_kwargs")  # GRPOTrainer renders the prompts itself
-    return DataSettings(
-        sources=tuple(sources_of(script_args)),
-        formats=formats,
-        streaming=script_args.dataset_streaming,
-        max_samples=script_args.max_samples,
-        max_eval_samples=script_args.max_eval_samples,
-        column_map=script_args.column_map,
-        template_arguments=None if has_own else script_args.chat_template_kwargs,
-        split_conversations=script_args.split_conversations,
-        text_field=getattr(training_args, "dataset_text_field", "text"),
-        seed=training_args.seed,
-        output_dir=training_args.output_dir,
-        keeps_samples=bool(script_args.max_samples) and training_args.max_steps <= 0,
-        needs_test_split="dataset_test_split" in given,
-        is_read_in_order=getattr(type(training_args), "train_sampling_strategy", "") == "sequential",
-    )
-
-
-def sources_of(script_args: "ScriptArguments") -> list[Source]:
-    """The datasets that the arguments name. Raises UserError unless each of several has a weight, and if any a config."""
-    if not script_args.dataset_name:
-        return []
-    names = script_args.dataset_name
-    if isinstance(names, str):
-        names = [names]
-    configs = script_args.dataset_config or ["default"] * len(names)
-    if isinstance(configs, str):
-        configs = [configs]
-    weights = script_args.dataset_weights or [1.0]
-    if not len(names) == len(weights) == len(configs) or not all(0 < weight < math.inf for weight in weights):
-        raise UserError(
-            f"--dataset_name names {len(names)} datasets: pass a weight above 0 for each, for equal shares --dataset_weights "
-            f"{' '.join(['1'] * len(names))}, and if one has a --dataset_config, one for each, `default` for those without. "
-            "Files of one dataset are a folder, or a glob in quotes"
-        )
-    sources = []
-    for name, config, weight in zip(names, configs, weights, strict=True):
-        source = Source(
-            name,
-            None if config == "default" else config,
-            train_split=script_args.dataset_train_split,
-            test_split=script_args.dataset_test_split,
-            text_rows=script_args.text_rows,
-            display_name=name if config == "default" or len(names) == 1 else f"{name} {config}",
-            weight=weight / sum(weights),
-        )
-        sources.append(source)
-    return sources
-
-
 def evaluation_split(source: Source, splits: Collection[str], is_given: bool) -> str:
     """The name of the split to evaluate on, which need not be there: of the flag or recipe, else one that is usually called so.
 
@@ -155,3 +83,32 @@ def evaluation_split(source: Source, splits: Collection[str], is_given: bool) ->
             f"{', '.join(splits)}: pass two of them; without --dataset_test_split some rows are held out"
         )
     return test
+
+
+# Adam changes a weight by about the learning rate in a step: in ten steps of 2e-5 by 2e-4, 1 % of a usual weight.
+FEW_STEPS = 10
+
+
+def length_of_rows(training_args: Any) -> int | None:
+    """The most tokens that a row has; None if the recipe has no max_length, or sets none: then rows keep their length."""
+    return getattr(training_args, "max_length", None)
+
+
+def is_packed(training_args: Any) -> bool:
+    """Whether rows are packed, which only some trainers of TRL do."""
+    return getattr(training_args, "packing", False)
+
+
+def rows_of_step(training_args: Any, processes: int) -> int:
+    """The rows of an optimizer step on all processes together."""
+    return training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
+
+
+def too_few_steps(steps: int) -> str:
+    """A sentence about a run that is too short to learn anything, "" for a longer one."""
+    if steps >= FEW_STEPS:
+        return ""
+    return (
+        f"{plural(steps, 'optimizer step')} {'is' if steps == 1 else 'are'} too few to learn anything: a larger "
+        "--num_train_epochs, a smaller --global_batch_size or more rows give more"
+    )

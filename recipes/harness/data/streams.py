@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED
 from harness.data.stream_rows import MOST_PARTS
+from harness.data.turns import IGNORED
 from harness.folder import DamagedFile, read_json, step_of
 from harness.messages import UserError, print_once
 

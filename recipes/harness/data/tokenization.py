@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.batches import IGNORED
 from harness.data import images
 from harness.data.chat_templates import load_bare_tokenizer, options_of, own_template, show_turns, training_template
 from harness.data.streams import documents_per_batch
+from harness.data.turns import IGNORED
 from harness.messages import UserError, print_once
 from harness.runs import Run
 

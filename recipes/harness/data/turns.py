@@ -27,6 +27,7 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
+IGNORED = -100  # the label of a token that does not count in the loss
 CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON, and keys of a turn
 CONVERSATION_COLUMNS = ("messages", "conversations")
 # Names of keys of a turn.

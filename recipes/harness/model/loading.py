@@ -1,27 +1,29 @@
 """How the model is loaded: its dtype and what the trainer passes on; whether it fits the run."""
 
 import contextlib
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.batches import length_of_rows
-from harness.compat.transformers import (
-    build_from_config,
-    load_models_with,
-    read_no_weights,
-)
+from harness.compat.transformers import build_from_config, load_models_with, read_no_weights, use_no_gpu_kernels
 from harness.compat.trl import compute_loss_without_triton
+from harness.data import reading
+from harness.data.settings import length_of_rows
+from harness.folder import read_json
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.messages import UserError, is_first_process
-from harness.model.attention import config_of, dtype_of_products, set_attention
+from harness.messages import UserError, is_first_process, plural, print_once
+from harness.model.attention import check_packing, class_of_model, config_of, dtype_of_products, set_attention
 from harness.rehearsal import tiny
 from harness.runs import Run
 
 import torch
 import transformers
-from peft import PeftModel, get_peft_model
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -259,3 +261,124 @@ def linear_modules(model: PreTrainedModel) -> list[str]:
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
             names[path.split(".")[-1]] = None
     return list(names)
+
+
+# What is downloaded of a model: not its weights a second time in another format.
+FILES_OF_MODEL = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"],
+    # No subfolders, which can have the weights a second time, but additional_chat_templates/.
+    "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "consolidated*"],
+}
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads, sorted: a folder can have the same weights a second time."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    names = read_json(folder / INDEX, "weight_map").get("weight_map", {}).values()
+    return [folder / name for name in sorted(set(names))]
+
+
+def check_weights(name: str, revision: str = "main") -> PreTrainedModel | None:
+    """Raises UserError unless the files of a model, which are downloaded first, have all of its weights, in their shapes.
+
+    Returns the model on the meta device, which reads only names and shapes; None if the files are quantized: those have other
+    weights, which the quantizer checks.
+    """
+    options = {"device_map": {"": "meta"}, "dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quiet_transformers(), hub_errors("model", name):
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        if getattr(config, "quantization_config", None) is not None:
+            return None
+        model, found = class_of_model(config).from_pretrained(name, revision=revision, **options)
+    check_found(found, name)
+    return model
+
+
+def check_found(found: dict[str, Any], name: str) -> None:
+    """Raises UserError for weights that are missing or of another shape. `found`: from `from_pretrained`, its loading info."""
+    problems = [
+        f"{weight} is {list(size)} instead of {list(needed)}" for weight, size, needed in sorted(found["mismatched_keys"])
+    ]
+    problems += [f"{weight} is missing" for weight in sorted(found["missing_keys"])]
+    if problems:
+        raise UserError(
+            f"{plural(len(problems), 'weight')} of {name} would be random, because its files do not fit its config.json "
+            f"({', '.join(problems[:3])}): copy or download it again"
+        )
+
+
+def dtype_of_files(name: str, revision: str) -> torch.dtype | None:
+    """The dtype of the first floating-point weight in the files of a model on this machine."""
+    cached = try_to_load_from_cache(name, "config.json", revision=revision) if not Path(name).is_dir() else None
+    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for key in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                if (dtype := weights.get_tensor(key).dtype).is_floating_point:  # memory-mapped
+                    return dtype
+    return None
+
+
+def check_adapter_weights(model: PeftModel, folder: Path) -> None:
+    """Raises UserError if the file of an adapter lacks weights that its adapter_config.json requires. PEFT only warns."""
+    with safe_open(folder / "adapter_model.safetensors", "pt") as weights:
+        missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(weights.keys()))
+    if missing:
+        raise UserError(
+            f"the adapter in {folder} lacks {plural(len(missing), 'weight')} that its adapter_config.json requires "
+            f"({missing[0]}): copy it again"
+        )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and its report about loaded weights."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        transformers.logging.enable_progress_bar()
+
+
+def check_models(run: Run, arguments: tuple[Any, TrainingArguments, ModelConfig], with_weights: bool = True) -> None:
+    """Raises UserError unless the model (the tiny one of a rehearsal) can be opened and trained. `load` checks the dataset."""
+    _, training_args, model_args = arguments
+    data = run.data
+    for source in data.sources:
+        reading.print_ignored_files(source.name, source.config)
+    display_name = model_args.model_name_or_path
+    teacher = getattr(training_args, "teacher_model_name_or_path", None)
+    if run.on_cpu:
+        use_no_gpu_kernels()
+    if teacher and not (run.tiny and tiny.family_of(teacher)):
+        check_model_exists(teacher, training_args.teacher_model_revision or "main", "--teacher_model_name_or_path")
+    if run.tiny:  # in copies: `replace_model_and_dataset` comes later
+        if display_name and tiny.family_of(display_name) is None:
+            check_model_exists(display_name, model_args.model_revision)
+            check_architecture(training_args, model_args, display_name)
+        tiny.make_models(training_args, model_args)
+        training_args = copy.copy(training_args)
+        model_args = copy.copy(model_args)
+        tiny.use_replacements(data, training_args, model_args)
+    else:
+        if HF_HUB_OFFLINE:
+            print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
+        if display_name:
+            check_model(training_args, model_args, run.is_sharded)
+        if teacher:
+            check_teacher(training_args, model_args)
+    if not display_name:  # the recipe makes its model itself
+        return
+    check_packing(training_args, model_args, display_name, can_use_kernels=not (run.on_cpu and run.trains))
+    if model_args.use_peft:
+        build_adapter_on_meta(model_args, display_name)
+    if with_weights and not run.tiny:
+        check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
+        if teacher:
+            check_weights(teacher, training_args.teacher_model_revision or "main")

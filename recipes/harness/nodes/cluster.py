@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
+from harness.launched import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 from harness.messages import UserError
 from harness.nodes.variables import integer_from_environment
-from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 DEFAULT_PORT = 29400
 

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from harness.launched import end_run
+from harness.launched import end_run, last_signal
 from harness.messages import UserError, die, last_line
-from harness.signals import last_signal
 
 T = TypeVar("T")
 # Exit codes of a process that lost the others, and of one that could not reach them at the start.

@@ -20,9 +20,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from harness.data.conversion import MAX_LETTERS
+from harness.data.conversion import MAX_LETTERS, REHEARSED_ROWS
 from harness.data.images import limit_pixels
-from harness.data.loading import REHEARSED_ROWS
 from harness.data.settings import DataSettings, Source
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import print_once

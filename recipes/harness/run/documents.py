@@ -1,6 +1,6 @@
 """The documents of tokenized rows, packed or not, for --preview and --verify."""
 
-from harness.batches import IGNORED
+from harness.data.turns import IGNORED
 
 Document = tuple[list[int], list[int]]  # tokens and labels
 ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")  # of DPOTrainer's and KTOTrainer's rows, next to prompt_ids

@@ -30,7 +30,9 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
         exit_if_connection_lost(error)
     else:
         raise_if_of_reward(error, trainer)
-        from harness.run.disk import exit_if_disk_failed  # here, because a launcher imports this module before transformers
+        from harness.run.checkpoints import (
+            exit_if_disk_failed,  # here, because a launcher imports this module before transformers
+        )
 
         exit_if_disk_failed(error, trainer)
         exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))

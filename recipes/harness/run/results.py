@@ -18,7 +18,6 @@ from harness.run.failures import only_report
 from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
 from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
-from harness.run.trainer import RunTrainer
 
 import torch
 from accelerate.utils import gather_object
@@ -28,7 +27,7 @@ from transformers.trainer_utils import TrainOutput
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
 
 
-def write_results(trainer: RunTrainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
+def write_results(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
@@ -116,7 +115,7 @@ def describe_model(trainer: Trainer, parameters: tuple[int, int]) -> dict:
     }
 
 
-def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
+def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
     """The losses of training, and the losses and metrics of evaluation (of each dataset), at the start and at the end.
 
     `loss_is_mean_over` says what a loss is the mean over, "tokens" or "rows", and `loss_is_cross_entropy` whether it is the

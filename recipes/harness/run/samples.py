@@ -3,9 +3,9 @@
 import itertools
 from pathlib import Path
 
-from harness.batches import IGNORED
 from harness.compat.transformers import generate_on
 from harness.data.images import ImageCollator, with_one_token_each
+from harness.data.turns import IGNORED
 from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run import generation

@@ -1,6 +1,6 @@
 """The schedule of the learning rate in a run whose number of steps is known."""
 
-from harness.batches import too_few_steps
+from harness.data.settings import too_few_steps
 from harness.messages import print_once
 
 from transformers import SchedulerType, TrainingArguments

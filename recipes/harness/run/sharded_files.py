@@ -9,7 +9,7 @@ import io
 import pickle
 from pathlib import Path
 
-from harness.compat.pickles import CheckedUnpickler, Refused
+from harness.compat.torch import CheckedUnpickler, Refused
 from harness.folder import best_checkpoint, read_json
 from harness.messages import UserError
 

@@ -6,10 +6,10 @@ import signal
 from operator import attrgetter
 
 from harness.compat.transformers import TrainerWithHooks
+from harness.launched import OUT_OF_TIME, last_signal
 from harness.messages import UserError, print_once
 from harness.run.metrics import logged_by_evaluations
 from harness.run.sharding import local_tensor
-from harness.signals import OUT_OF_TIME, last_signal
 
 import torch
 import torch.distributed as dist

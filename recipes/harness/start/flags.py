@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 
-def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
+def help_text(recipe: Path, config_class: type, script_class: type, values: dict[str, Any]) -> str:
     """The docstring of a recipe, and the values that it passes to `parse`, as flags that can be pasted."""
-    from harness.data.script_arguments import ScriptArguments  # here, because it imports torch
-
     # The docstring of a copied recipe still names the original in its commands.
     command = r"(launch\.sh (?:--(?:tiny|plan|preview|prepare|test) )?)\w+(?![\w./])"
     docstring = ast.get_docstring(ast.parse(recipe.read_text("utf-8"))) or f"{recipe.name} has no docstring."
     docstring = re.sub(command, rf"\g<1>{recipe.stem}", docstring)
     set_here = [as_flag(name, value) for name, value in values.items()]
     own = []
-    for cls in (*config_class.__mro__, ScriptArguments):
+    for cls in (*config_class.__mro__, script_class):
         if dataclasses.is_dataclass(cls) and not cls.__module__.startswith(("transformers.", "trl.")):
             for name, field in cls.__dataclass_fields__.items():
                 if name in cls.__annotations__ and name not in values:

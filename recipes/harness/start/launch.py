@@ -8,7 +8,7 @@ again, by torch's elastic agent. One process without torch.distributed is a chil
 
 import signal
 
-from harness.signals import SIGNALS, last_signal, record_signal, set_interrupt_handler, set_signal_handler
+from harness.launched import SIGNALS, last_signal, record_signal, set_interrupt_handler, set_signal_handler
 
 if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported: they can swallow a KeyboardInterrupt

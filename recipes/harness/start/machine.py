@@ -8,9 +8,8 @@ from pathlib import Path
 from harness.compat.torch import set_allocator_settings
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, plural
-from harness.runs import Run, rehearsal_hint
+from harness.runs import Run, plain, rehearsal_hint
 from harness.start.environment import GROWING, own_allocator_settings
-from harness.start.record import plain
 
 import torch
 from transformers import TrainingArguments

@@ -1,25 +1,80 @@
 """A recipe in this process: how its failures are reported, and running one for a command that needs its trainer."""
 
+import argparse
 import atexit
+import dataclasses
 import functools
+import logging
 import multiprocessing
 import multiprocessing.util  # its exit handler is registered before ours, so it runs after it
 import os
+import platform
 import runpy
 import signal
 import sys
 import time
+import warnings
+from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
-from harness import runs
+from harness import configs, runs
+from harness.compat.accelerate import allow_fsdp_on_cpu
+from harness.compat.bitsandbytes import keep_4bit_layout
+from harness.compat.datasets import map_in_one_process
+from harness.compat.torch import multiply_in_float32
+from harness.compat.transformers import never_ask_for_code, set_date_of_chat_templates, use_no_gpu_kernels
+from harness.compat.trl import generate_in_evaluation_mode, keep_activation_checkpointing
+from harness.data import chat_templates
 from harness.hub import HubLost
-from harness.launched import end_of_imports, has_ended, record_end
-from harness.messages import UserError, exit_on_user_error, is_first_process
+from harness.launched import (
+    OUT_OF_TIME,
+    end_of_imports,
+    has_ended,
+    last_signal,
+    launched,
+    record_end,
+    set_interrupt_handler,
+    set_signal_handler,
+)
+from harness.messages import UserError, exit_on_user_error, is_first_process, print_once
+from harness.model.gpu_features import find_gpu_features
+from harness.model.loading import (
+    keep_adapter_in_text_part,
+    set_loading_options,
+)
+from harness.model.quantized import quantize_once, use_quantized_weights
+from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
+from harness.rehearsal import tiny
+from harness.run import training
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
-from harness.run.trainer import RunTrainer
-from harness.runs import StartedRecipe
-from harness.signals import OUT_OF_TIME, last_signal, set_interrupt_handler, set_signal_handler
+from harness.run.prompts import SeenRows
+from harness.run.training import RunTrainer
+from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
+from harness.start import machine
+from harness.start.arguments import (
+    Arguments,
+    check_flags_have_effect,
+    check_generation,
+    check_optimizer,
+    make_arguments,
+    read_values,
+)
+from harness.start.claim import Claim, check_folder_is_shared, claim_run, digest_of_file, lock_of, use_commit
+from harness.start.environment import (
+    ALLOCATOR_VARIABLES,
+    GROWING,
+    LEFT_TO_ARGUMENTS,
+    config_of_accelerate,
+    set_environment_of_accelerate,
+)
+
+import datasets
+import torch
+import transformers
+from accelerate.utils import check_cuda_p2p_ib_support
+from transformers import Trainer, TrainingArguments, set_seed
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 
@@ -123,3 +178,251 @@ def _kill_daemons(number: int, frame: FrameType | None) -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+
+
+LOGGERS = (
+    "datasets.load",
+    "datasets.packaged_modules.cache.cache",
+    "transformers.training_args",
+    "transformers.trainer_utils",
+    "transformers.trainer",
+    "transformers.modeling_utils",
+)
+# In messages about which the user can do nothing.
+HIDDEN = (
+    "offline mode",
+    "Found the latest",
+    "The speedups for torchdynamo",
+    "do not match the ones in the `trainer_state",
+    "missing keys in the checkpoint",
+)
+
+
+def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
+    """See `harness.parse`, which turns a UserError into one message and exit code 2."""
+    started = runs.started() or start_of_training()
+    quiet_libraries()
+    never_ask_for_code()
+    disable_peer_to_peer()
+
+    values, given = read_values(started.run, config_class, recipe)
+    started.run = dataclasses.replace(started.run, given=given)
+    started.choose_device(values)
+    started.run, arguments = make_arguments(started.run, values, config_class, dataset_formats, recipe)
+    started.arguments = arguments
+    started.prepare(arguments)
+    return arguments
+
+
+def quiet_libraries() -> None:
+    """Hides warnings that the user can do nothing about."""
+    for module in ("transformers", "trl", "peft", "accelerate"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
+    warnings.filterwarnings("ignore", message=".* returned a view tensor")  # as many models do, none of which changes it in place
+    # `check_models` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
+    # Names that a checkpoint lacks are those of tied weights: `check_saved_weights` finds others.
+    # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_useful)
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if " LOAD REPORT from: " in message:  # the table of the weights that a model's files lack, such as a new head
+        return is_first_process()
+    return not any(words in message for words in HIDDEN)
+
+
+def disable_peer_to_peer() -> None:
+    """Makes NCCL send through host memory where the driver cannot copy between GPUs: RTX 40xx with a driver before 550.40.07.
+
+    `accelerate launch` sets the same variables. Without them TrainingArguments raises NotImplementedError there, also for one
+    process.
+    """
+    if not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")
+
+
+def check_all_arguments(run: Run, arguments: Arguments) -> None:
+    """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
+    check_flags_have_effect(run, *arguments)
+    check_optimizer(arguments[1], run.config)
+    if hasattr(arguments[1], "max_completion_length"):
+        check_generation(*arguments[:2])
+
+
+def set_model_options(run: Run, arguments: Arguments) -> None:
+    """Sets how the model is loaded and its loss computed. After `check_all_arguments`, which looks at what was asked for."""
+    _, training_args, model_args = arguments
+    set_loading_options(training_args, model_args, run)
+    if run.data.formats:  # rows of a recipe that names none can have images
+        keep_adapter_in_text_part(model_args, run.tiny)
+    if model_args.load_in_4bit and run.on_cpu:
+        keep_4bit_layout()
+
+
+def replace_model_and_dataset(run: Run, arguments: Arguments) -> Run:
+    """Makes a rehearsal use the tiny model and dataset: changes the arguments, and returns the run with other data."""
+    if not run.tiny:
+        return run
+    return dataclasses.replace(run, data=tiny.use_replacements(run.data, *arguments[1:]))
+
+
+def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> Run:
+    """Changes the libraries in this process as the arguments need it. Returns what `prepare_data` does.
+
+    `date`: that chat templates print, None for today's.
+    """
+    _, training_args, _ = arguments
+    if run.on_cpu:
+        use_no_gpu_kernels()
+        multiply_in_float32()
+    if training_args.use_cpu:
+        # Liger's kernels and pinned memory need a GPU; the activations are in host memory already.
+        for name in ("use_liger_kernel", "activation_offloading"):
+            if getattr(training_args, name, False):
+                setattr(training_args, name, False)
+                print_once(f"--{name} is not used: this run has no GPU.")
+        (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
+    keep_activation_checkpointing()
+    generate_in_evaluation_mode()
+    set_date_of_chat_templates(date)
+    return prepare_data(run, arguments)
+
+
+def prepare_data(run: Run, arguments: Arguments) -> Run:
+    """Sets which process shows progress. Returns the run with rows that fit the chat template."""
+    _, training_args, model_args = arguments
+    if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+    name = model_args.model_name_or_path
+    if not name:
+        return run
+    data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
+    check = functools.partial(
+        chat_templates.check_conversations,
+        training_args,
+        model_args,
+        run.given,
+        model_name=name,
+        splits_answers=data.split_conversations,
+    )
+    return dataclasses.replace(run, data=dataclasses.replace(data, check_conversations=check))
+
+
+def start_of_training() -> StartedRecipe:
+    """The recipe of a process that was started to train, by launch.sh, `accelerate launch`, torchrun or python."""
+    run = Run(sys.argv[0], trains=True)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if call := launched():
+        config = configs.read(call.config)
+        run = dataclasses.replace(run, config=config, tiny=call.tiny, nodes=call.nodes, processes=processes)
+        set_environment_of_accelerate(run)
+        if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            print_once(f"Started again after a crash, for the {restarts}. time (--max_restarts).")
+    elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
+        run = dataclasses.replace(run, config=config_of_accelerate(), processes=processes)
+        os.environ.update(LEFT_TO_ARGUMENTS)
+    started = TrainedRecipe(run)
+    runs.set_started(started)
+    begin_process()
+    report_failures_of(started)
+    return started
+
+
+class TrainedRecipe(StartedRecipe):
+    """A recipe that trains."""
+
+    def choose_device(self, values: argparse.Namespace) -> None:
+        """Finds whether the run computes on CPU, and sets what CUDA and accelerate read at their first use."""
+        run = self.run
+        if launched():
+            on_cpu = machine.must_use_cpu(run, values)
+        else:
+            on_cpu = run.on_cpu or values.use_cpu
+            if run.is_sharded:
+                print_once(f"warning: {', '.join(sorted(configs.OWN_KEYS))} of a config are read with ./launch.sh only.")
+            if not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
+                print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
+        machine.set_allocator(run, values)
+        if on_cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
+            if run.is_sharded:
+                allow_fsdp_on_cpu()
+        self.run = dataclasses.replace(run, on_cpu=on_cpu)
+
+    def prepare(self, arguments: Arguments) -> None:
+        # Again, after `start_of_training`: torch has put its own hook around it when it connected the processes.
+        report_failures_of(self)
+        self.run = prepare_run(self.run, arguments)
+        if launched():
+            atexit.register(report_missing_train, self)
+
+    def train(self, trainer: Trainer) -> None:
+        training.run_training(trainer, self.run)
+        # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
+        atexit.register(trainer.end)
+
+
+def prepare_run(run: Run, arguments: Arguments) -> Run:
+    """Prepares each process for the run. The first one checks it and claims the output directory, the others wait."""
+    _, training_args, model_args = arguments
+    output_dir = Path(training_args.output_dir)
+    if is_of_several():
+        publish_of_node(lambda: facts_of_node(run, training_args))
+    gpu = GpuFeatures(*answer_of_first("arguments", lambda: check_nodes_and_arguments(run, arguments)))
+    run = dataclasses.replace(run, gpu=gpu, lock=lock_of(output_dir))
+    set_model_options(run, arguments)
+
+    claim = Claim(*answer_of_first("run", lambda: claim_run(run, arguments)))
+    use_commit(arguments, claim.commit, claim.teacher_commit)
+    if training_args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of the checks
+    run = replace_model_and_dataset(run, arguments)
+
+    if run.nodes > 1 and training_args.save_strategy != "no":
+        check_folder_is_shared(output_dir)
+    if model_args.load_in_4bit and run.is_sharded:
+        answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
+        use_quantized_weights(model_args, training_args)
+    run = prepare_process(run, arguments, datetime.fromisoformat(claim.date))
+    set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
+    if training_args.world_size > 1:
+        map_in_one_process()
+        check_all_reduce(training_args.device)
+    return dataclasses.replace(run, seen=SeenRows({"rows": None, "chat_template_kwargs": run.data.template_arguments}))
+
+
+def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any]:
+    """What the first process of the run must know of this node."""
+    problem, features = "", NO_FEATURES
+    try:
+        machine.check_one_gpu(training_args)
+        machine.check_shared_memory(run)
+        if training_args.device.type == "cuda":
+            features = find_gpu_features()
+    except UserError as error:
+        problem = str(error)
+    files = {Path(path).name: digest_of_file(path) for path in (run.recipe, run.config.path) if path}
+    start = f"{sys.argv[1:]} {files} {features}"
+    return {"host": platform.node(), "features": features, "problem": problem, "start": start}
+
+
+def check_nodes_and_arguments(run: Run, arguments: Arguments) -> GpuFeatures:
+    """What the GPUs of all nodes can.
+
+    Raises UserError if a node has a problem, or other flags, files or GPUs, and for arguments that contradict.
+    """
+    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, arguments[1])]
+    first = nodes[0]
+    for node in nodes:
+        problem = node["problem"]
+        if not problem and node["start"] != first["start"]:
+            problem = f"started with {node['start']}, {first['host']} with {first['start']}: start all nodes alike"
+        if problem:
+            raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
+    check_all_arguments(run, arguments)
+    return GpuFeatures(*first["features"])

@@ -32,8 +32,8 @@ importlib.import_module("harness")  # before transformers, which imports torchvi
 # The table of all recipes, and its rows: recipe, config, number of processes, sharded or not.
 TABLE = (ROOT / "docs/which-recipe.md").read_text()
 TABLE_PAIRS = [
-    (recipe, config, int(processes), fsdp == "yes")
-    for recipe, config, processes, fsdp in re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", TABLE, re.MULTILINE)
+    (recipe, config, max(1, int(gpus)), fsdp == "yes")
+    for recipe, config, gpus, fsdp in re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", TABLE, re.MULTILINE)
 ]
 ALL_RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 ALL_CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

@@ -22,6 +22,7 @@ HYBRID = "2x4gpu_hybrid_shard"  # eight processes; rehearsed as two replicas of 
 PAIRS = (
     ("qwen2_fineweb_edu", "1x3090_offload"),
     ("qwen2_chat", "4gpu_shard_grad_op"),
+    ("smollm2_chat", "cpu"),
     ("qwen3_8b_qlora", "1x3090"),
     ("qwen3_dpo", "4gpu_full_shard"),
     ("qwen3_distill", "1x3090"),

@@ -77,7 +77,7 @@ class TopKeys(Keys):
     tpu_env: list = []
     tpu_use_cluster: Literal[False] = False
     tpu_use_sudo: Literal[False] = False
-    use_cpu: Literal[False] = False  # --use_cpu trains on the CPU
+    use_cpu: bool = False
 
     @model_validator(mode="after")
     def check_contradictions(self) -> "TopKeys":
@@ -96,6 +96,8 @@ class TopKeys(Keys):
             raise ValueError("num_processes counts all machines, so it must be a multiple of num_machines")
         if self.distributed_type == "NO" and self.num_processes > 1:
             raise ValueError("distributed_type NO is one process: use FSDP or MULTI_GPU for several")
+        if self.use_cpu and self.distributed_type != "NO":
+            raise ValueError('use_cpu: true needs distributed_type: "NO"; pass --use_cpu to compute on the CPU with this config')
         return self
 
 
@@ -118,6 +120,7 @@ class AccelerateConfig:
     activation_checkpointing: bool = False
     activation_checkpointing_offload: bool = False
     cpu_ram_efficient_loading: bool = False
+    use_cpu: bool = False
     gpu_ids: str = ""  # numbers of the GPUs to use, such as "0,2"; "" for all that are visible
 
     @property

@@ -54,7 +54,9 @@ def main(*words: str) -> None:
 def plan_configs(arguments: PlanArguments) -> None:
     """Prints the plan of one config, or of several side by side. With --card it is not about the GPUs of this machine."""
     recipe = str(arguments.recipe)
-    read = [configs.read(path) for path in arguments.configs]
+    read = [config for config in map(configs.read, arguments.configs) if not config.use_cpu]
+    if not read:
+        raise UserError("--plan forecasts GPUs, and this config computes on the CPU: its first steps print how long they take")
     gpus = [] if arguments.cards else find_gpus()
     environment = hide_gpus()
     method = start_server()

@@ -111,6 +111,8 @@ def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[st
             continue
         if config.num_machines > 1 and nodes == 1:
             continue
+        if config.use_cpu:
+            continue
         if config.mixed_precision == "no" and not is_4bit:
             continue
         if config.mixed_precision == "fp16" and card.bf16:

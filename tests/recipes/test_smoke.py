@@ -25,7 +25,7 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
 PAIRS_OF_ANSWERS = "qwen3_dpo"  # the recipe that trains on these
 TEACHER = "qwen3_distill"  # the recipe whose loss is the distance from another model
 REWARDS = "qwen3_grpo"  # the recipe that trains on rewards, which a random model never gets
-UNPACKED = ("qwen35_4b_lora", "qwen35_4b_images")  # the recipes that train on single rows
+UNPACKED = ("smollm2_chat", "qwen35_4b_lora", "qwen35_4b_images")  # the recipes that train on single rows
 PAIRS = {(recipe, config): (processes, sharded) for recipe, config, processes, sharded in TABLE_PAIRS}
 # What is in a rehearsal of a recipe after a change of any kind, on one process and on two.
 QUICK = (("qwen2_fineweb_edu", "1x3090_offload"), ("qwen2_chat", "4gpu_shard_grad_op"))

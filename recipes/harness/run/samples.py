@@ -1,5 +1,7 @@
 """The samples that a run writes: a few evaluation rows, continued or answered by the model."""
 
+import contextlib
+import functools
 import itertools
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from harness.run.failures import only_report
 from harness.run.parameters import base_of, can_generate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Trainer
 
 COUNT = 3
@@ -43,11 +46,40 @@ def first_rows(trainer: Trainer) -> list[dict]:
     return list(itertools.islice(dataset, COUNT))
 
 
-def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
-    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective."""
+def answer_before(trainer: Trainer, is_rehearsal: bool) -> list[str]:
+    """What the model writes before a training of one process that is evaluated at its start; [] for another one."""
+    args = trainer.args
+    is_shared = args.world_size > 1 or trainer.is_fsdp_enabled  # weights would be copied or gathered for each token
+    if args.eval_on_start and not is_shared and not generation.writes_answers(trainer):
+        with contextlib.suppress(Exception), torch.random.fork_rng():  # an error comes again after the training, and is reported
+            return [answer for _, answer in answer_rows(trainer, is_rehearsal)]
+    return []
+
+
+def generate_samples(trainer: Trainer, is_rehearsal: bool, before: list[str]) -> None:
+    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective.
+
+    `before`: what `answer_before` has returned.
+    """
     if reason := why_no_text(trainer):
         print_once(f"No samples: {reason}.")
         return
+    rows = answer_rows(trainer, is_rehearsal)
+    if not trainer.is_world_process_zero():
+        return
+    with only_report("samples.txt"):  # the other processes no longer wait for this one
+        texts = []
+        for number, (prompt, answer) in enumerate(rows):
+            earlier = f"--- before the training\n{before[number]}\n" if before else ""
+            texts.append(f"--- prompt\n{prompt}\n{earlier}--- generated\n{answer}\n")
+        note = "; random weights write nonsense" if is_rehearsal else ""
+        print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
+        with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:
+            draft.write_text("\n".join(texts), "utf-8")
+
+
+def answer_rows(trainer: Trainer, is_rehearsal: bool) -> list[tuple[str, str]]:
+    """The prompts of a few evaluation rows, and what the model writes after each. Collective."""
     rows = first_rows(trainer)
     processor = trainer.processing_class
     tokenizer = getattr(processor, "tokenizer", processor)  # of a processor, which a model with a vision part has
@@ -61,32 +93,22 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     if "images" in rows[0]:
         inputs = ImageCollator(processor, "left").for_prompts(prompts, [row["images"] for row in rows])
     else:
-        longest = max(map(len, prompts))
-        ids = []
-        mask = []
-        for prompt in prompts:
-            padding = longest - len(prompt)
-            ids.append([pad] * padding + prompt)
-            mask.append([0] * padding + [1] * len(prompt))
-        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        mask = [torch.ones_like(tokens) for tokens in ids]
+        pad_left = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        inputs = {"input_ids": pad_left(ids, padding_value=pad), "attention_mask": pad_left(mask)}
     new_tokens = 12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48)
     generated = generate(trainer, inputs, max_new_tokens=new_tokens, pad_token_id=pad)
-    if not trainer.is_world_process_zero():
-        return
-    with only_report("samples.txt"):  # the other processes no longer wait for this one
-        ends = end_tokens(trainer.model, tokenizer)
-        texts = []
-        for prompt, answer in zip(prompts, generated, strict=True):
-            prompt, _ = with_one_token_each(prompt, prompt, processor)
-            end = next((index for index, token in enumerate(answer) if token in ends), len(answer))
-            text = tokenizer.decode(answer[: end + 1])
-            if end == len(answer):
-                text += " …"
-            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{text}\n")
-        note = "; random weights write nonsense" if is_rehearsal else ""
-        print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
-        with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:
-            draft.write_text("\n".join(texts), "utf-8")
+    ends = end_tokens(trainer.model, tokenizer)
+    pairs = []
+    for prompt, answer in zip(prompts, generated, strict=True):
+        prompt, _ = with_one_token_each(prompt, prompt, processor)
+        end = next((index for index, token in enumerate(answer) if token in ends), len(answer))
+        text = tokenizer.decode(answer[: end + 1])
+        if end == len(answer):
+            text += " …"
+        pairs.append((tokenizer.decode(prompt), text))
+    return pairs
 
 
 def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) -> list[list[int]]:

@@ -28,7 +28,7 @@ from harness.run.parameters import WeightsOfModel, check_saved_weights, count_pa
 from harness.run.progress import Profile, Progress, replace_progress_bar
 from harness.run.prompts import describe_rows
 from harness.run.results import print_summary, write_results
-from harness.run.samples import generate_samples
+from harness.run.samples import answer_before, generate_samples
 from harness.run.saving import load_original_config, publish, save_model, set_base_revision, write_model_card
 from harness.run.schedule import fit_schedule
 from harness.run.sharded_files import check_sharded_files
@@ -276,8 +276,9 @@ def run_training(trainer: Trainer, run: Run) -> None:
     try:
         prepare_training(trainer, run)
         for_failures = make_group_for_failures()  # not after the training, where it could fail
+        before = answer_before(trainer, run.tiny)
         output = train_steps(trainer)
-        finish_training(trainer, run, output, for_failures)
+        finish_training(trainer, run, output, for_failures, before)
     except UserError:
         raise
     except Exception as error:
@@ -350,7 +351,9 @@ def train_steps(trainer: RunTrainer) -> TrainOutput | None:
     return output
 
 
-def finish_training(trainer: RunTrainer, run: Run, output: TrainOutput | None, for_failures: ProcessGroup | None) -> None:
+def finish_training(
+    trainer: RunTrainer, run: Run, output: TrainOutput | None, for_failures: ProcessGroup | None, before: list[str]
+) -> None:
     """Saves the model; then evaluates it, and writes and prints the results: an error there makes no run fail."""
     output_dir = Path(trainer.args.output_dir)
     is_first = trainer.is_world_process_zero()
@@ -368,7 +371,7 @@ def finish_training(trainer: RunTrainer, run: Run, output: TrainOutput | None, f
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):
-        generate_samples(trainer, run.tiny)
+        generate_samples(trainer, run.tiny, before)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
     if run.repository and not run.tiny and is_first:

@@ -299,7 +299,7 @@ def set_dependent_values(
 
 def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
     """What an Accelerate config says about training arguments. The recipe and flags can change it."""
-    values = {"activation_checkpointing": config.activation_checkpointing}
+    values = {"activation_checkpointing": config.activation_checkpointing, "use_cpu": config.use_cpu}
     if config.activation_checkpointing_offload:
         values["activation_checkpointing_kwargs"] = {"offload": True}
     if config.mixed_precision is not None:

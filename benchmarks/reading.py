@@ -60,7 +60,7 @@ def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple
     memory_before, began, cpu_before = psutil.Process().memory_info().rss, time.monotonic(), time.process_time()
     data = DataSettings((Source("some/rows", display_name="some/rows"),), ("text",), streaming=True, max_eval_samples=8)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    stream, _ = loading.load(data)
+    stream, _ = loading.load_rows(data)
     stream = stream.map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"])
     batch = documents_per_batch(stream, LENGTH, "bfd_split") if kind == "parts" else 1000
     accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False, dataloader_config=SimpleNamespace())

@@ -6,8 +6,8 @@ import shutil
 
 from harness import configs
 from harness.data.reading import open_splits
-from harness.hub import HubLost, check_model_exists, commit_of, is_reachable
-from harness.messages import UserError
+from harness.hub import check_model_exists, commit_of, is_reachable
+from harness.messages import HubLost, UserError
 from harness.model.loading import check_weights
 from harness.model.quantized import quantized_folder
 from harness.start.recipes import use_commit

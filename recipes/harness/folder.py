@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.messages import UserError
+from harness.messages import DamagedFile
 
 RUN = "run.json"
 RESULTS = "train_results.json"
@@ -30,10 +30,6 @@ CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,15}")
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
-
-
-class DamagedFile(UserError):
-    """A JSON file of a run that cannot be read."""
 
 
 def write_json(path: Path, content: dict) -> None:

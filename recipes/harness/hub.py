@@ -18,10 +18,6 @@ OWN_CODE = (
 )
 
 
-class HubLost(Exception):
-    """The Hub stayed unreachable for too long."""
-
-
 def is_reachable(seconds: float = 5.0) -> bool:
     """Whether the Hub's address answers within `seconds`. Does not import huggingface_hub, which would retry for long."""
     address = request.Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")

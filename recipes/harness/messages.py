@@ -21,6 +21,22 @@ class UserError(Exception):
     """Something the user can mend. `exit_on_user_error` turns it into one message and exit code 2."""
 
 
+class DamagedFile(UserError):
+    """A JSON file of a run that cannot be read."""
+
+
+class HubLost(Exception):
+    """The Hub stayed unreachable for too long."""
+
+
+class SkippedRow(ValueError):
+    """A row that cannot be trained on. Its message continues "3 rows …"."""
+
+
+class RefusedRow(ValueError):
+    """A row that ends the run. Its message follows the place of the row."""
+
+
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Ends the process with one message and exit code 2 when a `UserError` is raised.

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.folder import DamagedFile, read_json, write_json
+from harness.folder import read_json, write_json
+from harness.messages import DamagedFile
 from harness.runs import Run
 from planner.ledger import Counts, Peak
 from planner.simulation import Simulation

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from harness.data import formats, loading, reading, turns
-from harness.data.loading import load
+from harness.data.loading import load_rows
 
 import datasets
 import pytest
@@ -45,7 +45,7 @@ def test_rows_are_converted_once(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(formats, "examine", lambda row, *more: seen.append(question_of(row)) or examine(row, *more))
     data = arguments_for(path)
     for _ in range(2):
-        train, test = load(data)
+        train, test = load_rows(data)
         assert len(train) + len(test) == 300
     later = [f"Why {number}?" for number in range(100, 300)]
     assert sorted(content for content in seen if content in later) == sorted(later)
@@ -61,8 +61,8 @@ import test_conversion
 datasets.config.HF_DATASETS_CACHE = sys.argv[2]
 seen, examine = [], formats.examine
 formats.examine = lambda row, *more: seen.append(test_conversion.question_of(row)) or examine(row, *more)
-from harness.data.loading import load
-train, _ = load(test_conversion.arguments_for(sys.argv[1]))
+from harness.data.loading import load_rows
+train, _ = load_rows(test_conversion.arguments_for(sys.argv[1]))
 print(json.dumps([seen, len(train)]))
 """
 
@@ -85,10 +85,10 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch
     monkeypatch.setattr(turns, "_read_call", lambda call: call + 1)
     rows = [conversation(number, **({"tool_calls": [{"name": "a"}]} if number == 45 else {})) for number in range(60)]
     data = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
-    assert f"{tmp_path}/rows.jsonl, line 46: this row, or `keep`, fails: TypeError" in error_of(lambda: list(load(data)[0]))
+    assert f"{tmp_path}/rows.jsonl, line 46: this row, or `keep`, fails: TypeError" in error_of(lambda: list(load_rows(data)[0]))
     datasets.Dataset.from_list([{"text": f"{number}"} for number in range(60)]).to_parquet(str(tmp_path / "rows.parquet"))
     data = arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming)
-    message = error_of(lambda: load(data, keep=lambda row: 1 / (int(row["text"]) - 45)))
+    message = error_of(lambda: load_rows(data, keep=lambda row: 1 / (int(row["text"]) - 45)))
     assert f"{tmp_path}/rows.parquet" in message and "ZeroDivisionError" in message
     assert "row 46 of train" in message
 
@@ -100,7 +100,7 @@ def test_numbers_are_exact(tmp_path, streaming):
     call = {"type": "function", "function": {"name": "send", "arguments": numbers}}
     rows = [conversation(number, tool_calls=[call]) for number in range(30)]
     data = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
-    for row in itertools.chain(*load(data)):
+    for row in itertools.chain(*load_rows(data)):
         assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == numbers
 
 
@@ -111,7 +111,7 @@ def test_turns_with_other_values_in_parquet_files(tmp_path, is_json):
     rows = [conversation(number, **({"tool_calls": calls} if is_json else {"at": datetime(2026, 1, 2)})) for number in range(20)]
     features = datasets.Features({"messages": datasets.List(datasets.Json())}) if is_json else None
     datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
-    turn = load(arguments_for(tmp_path / "rows.parquet"))[0][0]["messages"][1]
+    turn = load_rows(arguments_for(tmp_path / "rows.parquet"))[0][0]["messages"][1]
     assert turn["tool_calls"][0]["function"] == calls[0] if is_json else turn["at"] == "2026-01-02 00:00:00"
 
 
@@ -126,7 +126,7 @@ def test_what_the_chat_template_needs(tmp_path, is_mixture):
     found = set()
     for date in ("", "Monday", "Tuesday", "Tuesday"):
         data = replace(data, template_date=date, has_text_arguments=bool(date))
-        train, test = load(data)
+        train, test = load_rows(data)
         for rows in (train, test):
             arguments = rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
             assert arguments == ('{"at": 1}' if date else {"at": 1})
@@ -139,8 +139,8 @@ def test_marks_that_would_be_dropped(tmp_path, error_of):
     rows = [{"messages": conversation(number)["messages"] * 2} for number in range(60)]
     rows[45]["messages"] = [rows[45]["messages"][0], ANSWER | {"train": False}, *rows[45]["messages"][2:]]
     data = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=True)
-    assert len(list(load(data)[0])) > 50
-    assert "marks are dropped" in error_of(lambda: list(load(replace(data, drops_marks="marks are dropped"))[0]))
+    assert len(list(load_rows(data)[0])) > 50
+    assert "marks are dropped" in error_of(lambda: list(load_rows(replace(data, drops_marks="marks are dropped"))[0]))
 
 
 def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path, error_of, monkeypatch):
@@ -151,5 +151,5 @@ def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path,
     path = write_rows(tmp_path / "rows.jsonl", rows)
     data, checked = arguments_for(path), []
     data = replace(data, check_conversations=checked.extend)
-    load(data)
+    load_rows(data)
     assert [place for place, _ in checked] == [f"{path}, line {line}" for line in (1, 21)]

@@ -5,7 +5,7 @@ import gzip
 import json
 
 from harness.data.conversion import REHEARSED_ROWS
-from harness.data.loading import PREVIEWED_ROWS, load
+from harness.data.loading import PREVIEWED_ROWS, load_rows
 from harness.messages import UserError
 
 import datasets
@@ -141,7 +141,7 @@ def outcome(folder, name, mode):
         data = data.with_each(eval_rows_of_run=data.max_eval_samples, cuts_texts=True)
         data = dataclasses.replace(data, max_eval_samples=16)
     try:
-        train, test = load(data)
+        train, test = load_rows(data)
     except UserError as error:
         return str(error), {}, []
     summary = json.loads((folder / ".out/data.json").read_text())

@@ -6,8 +6,7 @@ import io
 from harness.data.conversion import cut_texts_of_row
 from harness.data.formats import examine
 from harness.data.images import decode, find_file, size_of
-from harness.data.turns import RefusedRow
-from harness.messages import UserError
+from harness.messages import RefusedRow, UserError
 
 import numpy
 import pytest

@@ -10,8 +10,8 @@ from unittest import mock
 from harness.data.chat_templates import check_conversations, fit_template, training_template
 from harness.data.formats import examine, split_answers
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, tokens_of_size
-from harness.data.loading import load
-from harness.data.tokenization import load_processor, tokenize, tokens_of_conversation
+from harness.data.loading import load_rows
+from harness.data.tokenization import load_processor, tokenize_rows, tokens_of_conversation
 from harness.messages import exit_on_user_error
 from harness.rehearsal import tiny
 from harness.runs import Run
@@ -77,7 +77,7 @@ def test_forms_of_own_rows(tmp_path, row, streaming):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/cat.png").write_bytes(picture())
     rows = write_rows(tmp_path / "rows.jsonl", [row, asked("Hi"), asked("Ho")])
-    train, held_out = load(data_settings(rows, ("images",), dataset_streaming=streaming, max_eval_samples=1))
+    train, held_out = load_rows(data_settings(rows, ("images",), dataset_streaming=streaming, max_eval_samples=1))
     with_image = next(row for row in [*train, *held_out] if row["images"])
     assert with_image["messages"] == asked("<image>What is this?")["messages"]
     assert with_image["images"] == [{"bytes": None, "path": str(tmp_path / "photos/cat.png")}]
@@ -91,7 +91,7 @@ def test_images_of_parquet_files_stay_files(tmp_path, streaming):
     rows = [asked(content) | {"images": [{"bytes": image, "path": None} for image in images]}, asked([TEXT]) | {"images": []}]
     features = Features({"messages": List(Json()), "images": List(ImageFeature())})
     Dataset.from_list([*rows, asked("Hi") | {"images": []}], features=features).to_parquet(tmp_path / "rows.parquet")
-    parts = load(data_settings(tmp_path / "rows.parquet", ("images",), dataset_streaming=streaming, max_eval_samples=1))
+    parts = load_rows(data_settings(tmp_path / "rows.parquet", ("images",), dataset_streaming=streaming, max_eval_samples=1))
     found = {len(row["images"]): row for part in parts for row in part}
     assert found[2]["messages"][0]["content"] == "<image><image>What is this?" and found[0]["images"] == []
     assert [image["bytes"] for image in found[2]["images"]] == images
@@ -107,7 +107,7 @@ def test_images_inside_of_messages_stay_files(tmp_path):
     systems = [{"role": "system", "content": [TEXT | {"text": f"{number}", "image": None}]} for number in range(3)]
     rows = Dataset.from_list([{"messages": [system, *turns]} for system in systems], features=features)
     rows.to_parquet(tmp_path / "rows.parquet")
-    train, _ = load(data_settings(tmp_path / "rows.parquet", ("images",), max_eval_samples=1))
+    train, _ = load_rows(data_settings(tmp_path / "rows.parquet", ("images",), max_eval_samples=1))
     assert [row["images"] for row in train] == [[image]] * 2
     assert train[0]["messages"][1:] == asked("<image>What is this?")["messages"]
 
@@ -116,10 +116,10 @@ def test_rows_without_any_image(tmp_path, error_of):
     """Such as those of `ImageFolder`, whose images are in another column. Next to rows with images they are trained on."""
     rows = [asked("Hi") | {"file_name": "cat.png"}, asked("Ho") | {"file_name": "dog.png"}]
     texts = write_rows(tmp_path / "texts.jsonl", rows)
-    assert "has an image" in error_of(load, data_settings(texts, ("images",), max_eval_samples=1))
+    assert "has an image" in error_of(load_rows, data_settings(texts, ("images",), max_eval_samples=1))
     (tmp_path / "cat.png").write_bytes(picture())
     with_images = write_rows(tmp_path / "images.jsonl", [row | {"images": ["cat.png"]} for row in rows])
-    train, _ = load(data_settings([texts, with_images], ("images",), max_eval_samples=1, dataset_weights=[0.5, 0.5]))
+    train, _ = load_rows(data_settings([texts, with_images], ("images",), max_eval_samples=1, dataset_weights=[0.5, 0.5]))
     assert sorted({len(row["images"]) for row in train}) == [0, 1]
 
 
@@ -128,7 +128,7 @@ def test_recipe_without_formats_gets_decoded_images(tmp_path):
     rows = [asked([PART, TEXT]) | {"images": [{"bytes": picture(), "path": None}]} for _ in range(3)]
     features = Features({"messages": List(Json()), "images": List(ImageFeature())})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
-    train, _ = load(data_settings(tmp_path / "rows.parquet", (), max_eval_samples=1))
+    train, _ = load_rows(data_settings(tmp_path / "rows.parquet", (), max_eval_samples=1))
     assert train[0]["images"][0].size == (64, 48)
 
 
@@ -136,14 +136,14 @@ def test_first_rows_without_an_image(tmp_path, capsys, error_of):
     """Others can have some; in a small file the cause is that they cannot be read."""
     rows = [asked(f"Hi {number}") | {"images": ["cat.png"] if number > 50 else []} for number in range(60)]
     settings = data_settings(write_rows(tmp_path / "rows.jsonl", rows), ("images",), max_eval_samples=1)
-    assert "whose image cat.png" in error_of(load, settings)
+    assert "whose image cat.png" in error_of(load_rows, settings)
     (tmp_path / "dog.png").write_bytes(picture())
     other = write_rows(tmp_path / "other.jsonl", [asked(f"Ho {number}") | {"images": ["dog.png"]} for number in range(4)])
-    load(data_settings([tmp_path / "rows.jsonl", other], ("images",), max_eval_samples=1, dataset_weights=[0.5, 0.5]))
+    load_rows(data_settings([tmp_path / "rows.jsonl", other], ("images",), max_eval_samples=1, dataset_weights=[0.5, 0.5]))
     (tmp_path / "cat.png").write_bytes(picture())
     capsys.readouterr()
     with mock.patch("harness.data.reading.SMALL", 0):
-        load(settings.with_each(first_rows=40))
+        load_rows(settings.with_each(first_rows=40))
     assert "none of the first rows has an image" in capsys.readouterr().out
 
 
@@ -156,12 +156,12 @@ def test_images_that_cannot_be_read_are_skipped_by_name(tmp_path, capsys):
     rows = [asked([PART, {"type": "text", "text": str(number)}]) | {"images": ["good.png"]} for number in range(4)]
     rows += [asked([PART, TEXT]) | {"images": [name]} for name in names]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    train, held_out = load(data_settings(file, ("images",), max_eval_samples=1))
+    train, held_out = load_rows(data_settings(file, ("images",), max_eval_samples=1))
     assert len(train) + len(held_out) == 4
     printed = capsys.readouterr().out
     assert "3 of 7 rows skipped" in printed and all(name in printed for name in names)
     (tmp_path / "missing.png").write_bytes(picture())  # what is mended is found, although the rows have not changed
-    assert sum(map(len, load(data_settings(file, ("images",), max_eval_samples=1)))) == 5
+    assert sum(map(len, load_rows(data_settings(file, ("images",), max_eval_samples=1)))) == 5
 
 
 def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
@@ -172,13 +172,13 @@ def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
         rows.append(asked(f"What is {number}?") | {"images": [str(tmp_path / f"{number}.png")]})
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     settings = data_settings(tmp_path / "rows.parquet", ("images",), max_eval_samples=1, output_dir=str(tmp_path / "run"))
-    assert sum(map(len, load(settings))) == 24
+    assert sum(map(len, load_rows(settings))) == 24
     (tmp_path / "0.png").unlink()
-    assert sum(map(len, load(settings))) == 23
+    assert sum(map(len, load_rows(settings))) == 23
     (tmp_path / "run/checkpoint-2").mkdir()
-    assert sum(map(len, load(settings, keep=lambda row: "Hi 3" not in str(row)))) == 22  # of an edited recipe
+    assert sum(map(len, load_rows(settings, keep=lambda row: "Hi 3" not in str(row)))) == 22  # of an edited recipe
     (tmp_path / "1.png").rename(tmp_path / "0.png")  # as many are missing, but another one
-    assert "because of an image" in error_of(load, settings)
+    assert "because of an image" in error_of(load_rows, settings)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_images_that_disappear_while_a_run_is_interrupted(tmp_path, error_of):
 )
 def test_rows_that_are_refused(tmp_path, error_of, row):
     rows = write_rows(tmp_path / "rows.jsonl", [asked("Hi"), asked("Ho"), row])
-    assert f"{rows}, line 3: " in error_of(load, data_settings(rows, ("images",)))
+    assert f"{rows}, line 3: " in error_of(load_rows, data_settings(rows, ("images",)))
 
 
 def test_batches_are_those_of_trl(processor):
@@ -244,11 +244,11 @@ def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of, rows_of):
     image = {"bytes": picture(), "path": None}
     dataset = rows_of([asked(f"<image>{'word ' * count}") | {"images": [image]} for count in (1, 2, 90)])
     args, run = SFTConfig(str(tmp_path), max_length=60, use_cpu=True, bf16=False, max_steps=1), Run("recipe.py", trains=True)
-    tokens, _ = tokenize(dataset, None, processor, args, run)
+    tokens, _ = tokenize_rows(dataset, None, processor, args, run)
     assert "1 of the 3 training rows are not used" in " ".join(capsys.readouterr().out.split())
     assert [len(row["images"]) for row in tokens] == [1, 1]
     args.max_length = 8
-    assert "--max_length" in error_of(tokenize, dataset, None, processor, args, run)
+    assert "--max_length" in error_of(tokenize_rows, dataset, None, processor, args, run)
 
 
 @pytest.mark.parametrize("values", ["uint16", ">u2", "int32"])

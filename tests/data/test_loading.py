@@ -4,7 +4,7 @@ import socket
 from dataclasses import replace
 
 from harness.data import loading, reading
-from harness.data.loading import load
+from harness.data.loading import load_rows
 from harness.data.reading import print_ignored_files
 from harness.start.arguments import ScriptArguments, settings_of_data
 
@@ -21,7 +21,7 @@ QUESTION = {"role": "user", "content": "Why?"}
 
 
 def check(name, *formats, **settings):
-    return load(data_settings(name, *formats, **settings))
+    return load_rows(data_settings(name, *formats, **settings))
 
 
 def texts(count, start=0):
@@ -37,7 +37,7 @@ def test_hidden_files_and_empty_shards_are_skipped(tmp_path, streaming):
         for place in (folder, folder / ".ipynb_checkpoints", folder / "__MACOSX", folder / "more/.git"):
             place.mkdir(parents=True, exist_ok=True)
             pyarrow.parquet.write_table(table, place / f"{number}.parquet")
-    train, held_out = load(data_settings(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
+    train, held_out = load_rows(data_settings(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
     assert sorted(row["text"] for rows in (train, held_out) for row in rows) == sorted(row["text"] for row in texts(40))
 
 
@@ -45,7 +45,7 @@ def test_hidden_files_and_empty_shards_are_skipped(tmp_path, streaming):
 def test_max_samples_counts_rows_that_are_trained_on(tmp_path, streaming):
     rows = [{"text": f"text {index}" if index % 4 == 0 else None} for index in range(400)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    train, _ = load(data_settings(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
+    train, _ = load_rows(data_settings(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
     assert len(list(train)) == 40
 
 
@@ -55,7 +55,7 @@ def test_held_out_rows_of_a_recipe_without_formats(tmp_path, kind, streaming):
     """Its rows stay as they are. `Dataset.map` passes rows that are no dicts."""
     rows = datasets.Dataset.from_list([{"question": f"text {index}", "number": index} for index in range(50)])
     rows.to_json(str(tmp_path / "rows.jsonl")) if kind == "jsonl" else rows.to_parquet(str(tmp_path / "rows.parquet"))
-    train, test = load(data_settings(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
+    train, test = load_rows(data_settings(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
     assert len(test) == 4 and len(list(train)) == 46
     assert not {row["question"] for row in train} & set(test["question"])
 
@@ -68,7 +68,7 @@ def test_numbers_in_json_of_a_recipe_without_formats(tmp_path, monkeypatch, stre
         monkeypatch.setattr(module, "ujson_loads", pandas.io.json.ujson_loads)
     numbers = [25 * 10**18, 0.12345678901234568]
     path = write_rows(tmp_path / "rows.jsonl", [{"numbers": [*numbers, row]} for row in range(40)])
-    train, _ = load(data_settings(path, (), dataset_streaming=streaming, max_eval_samples=4))
+    train, _ = load_rows(data_settings(path, (), dataset_streaming=streaming, max_eval_samples=4))
     assert all(row["numbers"][:2] == numbers for row in train)
 
 
@@ -107,10 +107,10 @@ def test_absolute_names(tmp_path, monkeypatch):
 def test_held_out_rows_are_never_trained_on(tmp_path, streaming):
     """Nor are equal rows. At most a tenth is held out, and every process holds out the same rows."""
     write_rows(tmp_path / "d/train.jsonl", [*texts(50), *texts(50)])
-    train, test = load(data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming))
+    train, test = load_rows(data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming))
     assert 5 <= len(test) <= 10 and not {row["text"] for row in train} & set(test["text"])
     assert {row["text"] for row in train} | set(test["text"]) == {row["text"] for row in texts(50)}
-    assert load(data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
+    assert load_rows(data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -118,7 +118,7 @@ def test_keep_drops_rows(tmp_path, streaming):
     """Before rows are counted or held out."""
     write_rows(tmp_path / "d/train.jsonl", texts(40))
     data = data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming, max_samples=10)
-    train, test = load(data, keep=lambda row: row["id"] % 2 == 0)
+    train, test = load_rows(data, keep=lambda row: row["id"] % 2 == 0)
     numbers = [int(row["text"].split()[1]) for row in (*train, *test)]
     assert len(list(train)) == 10 and len(test) == 2 and all(number % 2 == 0 for number in numbers)
 
@@ -127,7 +127,7 @@ def test_split_for_evaluation_is_used(tmp_path, monkeypatch):
     write_rows(tmp_path / "d/train.jsonl", texts(20))
     write_rows(tmp_path / "d/test.jsonl", [{"text": ""}] * 3 + texts(20, start=100))
     monkeypatch.setattr(loading, "MOST_SKIPPED", 3)
-    train, test = load(data_settings(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
+    train, test = load_rows(data_settings(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
     assert test["text"] == [f"text {index}" for index in range(100, 105)] and len(train) == 7
 
 
@@ -135,8 +135,8 @@ def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
     """The same rows for every process, no longer a stream."""
     path = write_rows(tmp_path / "rows.jsonl", texts(400))
     settings = {"dataset_streaming": True, "max_samples": 30, "max_eval_samples": 4}
-    stream, _ = load(data_settings(path, ("text",), **settings))
-    train, test = load(data_settings(path, ("text",), max_steps=-1, **settings))
+    stream, _ = load_rows(data_settings(path, ("text",), **settings))
+    train, test = load_rows(data_settings(path, ("text",), max_steps=-1, **settings))
     assert isinstance(stream, datasets.IterableDataset) and isinstance(train, datasets.Dataset)
     assert train["text"] == [row["text"] for row in stream] and len(set(train["text"])) == 30 and len(test) == 4
     assert "30 rows of the stream are kept in memory" in capsys.readouterr().out
@@ -148,9 +148,9 @@ def test_rows_of_a_trainer_that_reads_them_in_order(tmp_path):
     data = settings_of_data(
         ScriptArguments(dataset_name=str(path)), KTOConfig(str(tmp_path), use_cpu=True, bf16=False), ("text",)
     )
-    rows = load(data)[0]["text"]
+    rows = load_rows(data)[0]["text"]
     assert rows != sorted(rows, key=lambda text: int(text.split()[1])) and len(set(rows)) == 36
-    assert rows == load(data)[0]["text"] != load(replace(data, seed=data.seed + 1))[0]["text"]
+    assert rows == load_rows(data)[0]["text"] != load_rows(replace(data, seed=data.seed + 1))[0]["text"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -162,11 +162,11 @@ def test_bad_answers_of_kto_are_refused(tmp_path, error_of, format, streaming):
     def arguments(rows):
         return data_settings(write_rows(tmp_path / "rows.jsonl", rows), (format,), dataset_streaming=streaming)
 
-    assert "`label` is false" in error_of(load, arguments(rows))
-    train, test = load(arguments(rows), keep=lambda row: row["label"])
+    assert "`label` is false" in error_of(load_rows, arguments(rows))
+    train, test = load_rows(arguments(rows), keep=lambda row: row["label"])
     assert len(list(train)) + len(test) == 20
     for label in (True, 0, "bad"):
-        train, test = load(arguments([row | {"label": label} for row in rows]))
+        train, test = load_rows(arguments([row | {"label": label} for row in rows]))
         assert len(list(train)) + len(test) == 30
 
 
@@ -178,7 +178,7 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
         rows.to_parquet(str(tmp_path / f"d/{file}.parquet"), batch_size=50)
 
     def load_with_seed(seed):
-        return load(data_settings(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20, seed=seed))
+        return load_rows(data_settings(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20, seed=seed))
 
     train, test = load_with_seed(0)
     assert test["text"] == [f"text {index}" for index in range(550, 570)]
@@ -228,7 +228,7 @@ def test_which_files_and_splits_are_read_is_printed(tmp_path, capsys):
         (tmp_path / name).write_bytes(b"BZh9")
     print_ignored_files(str(tmp_path), None)
     assert "ignoring c.jsonl.bz2, d.csv: " in capsys.readouterr().out
-    load(data_settings(tmp_path, ("text",)))
+    load_rows(data_settings(tmp_path, ("text",)))
     assert "42 of 42 rows are trained on; split test is for evaluation" in capsys.readouterr().out
 
 
@@ -236,7 +236,7 @@ def test_column_map(tmp_path, error_of):
     path = write_rows(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
     mapping = '{"question": "prompt", "answer": "completion"}'
     assert "--column_map" in error_of(check, path, ("messages",))
-    train, _ = load(data_settings(path, ("messages",), column_map=mapping))
+    train, _ = load_rows(data_settings(path, ("messages",), column_map=mapping))
     assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     for mapping, words in (('{"no": "prompt"}', "--column_map"), ('{"question": "promt"}', "columns answer, id, promt")):
         assert words in error_of(check, path, ("messages",), column_map=mapping)
@@ -247,14 +247,14 @@ def test_nulls_and_keys_of_other_rows(tmp_path, streaming):
     """Tools that have other keys do not get those of the others as null."""
     turns = [QUESTION, {"role": "assistant", "content": "So."}]
     rows = [{"messages": turns, "tools": [{"name": f"f{row}", f"key{row}": None}]} for row in range(20)]
-    train, test = load(data_settings(write_rows(tmp_path / "rows.jsonl", rows), ("messages",), dataset_streaming=streaming))
+    train, test = load_rows(data_settings(write_rows(tmp_path / "rows.jsonl", rows), ("messages",), dataset_streaming=streaming))
     assert all(len(row["tools"][0]["function"]) == 2 for row in (*train, *test))
 
 
 def test_keep_sees_rows_with_a_text_only(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": None if row % 2 else "a" * row} for row in range(40)])
     data = data_settings(path, ("text",), output_dir=str(tmp_path / "run"))
-    train, test = load(data, keep=lambda row: len(row["text"]) > 20)
+    train, test = load_rows(data, keep=lambda row: len(row["text"]) > 20)
     assert len(train) + len(test) == 9
     assert "31 of 40 rows skipped: 21 without a text (the first is row 1), 10 left out by the recipe" in capsys.readouterr().out
 
@@ -269,7 +269,7 @@ def test_folder_with_configs(tmp_path, error_of):
         files = "[{split: train, path: rows.jsonl}, {split: test, path: 'held*'}]"
         configs = f"- {{config_name: de, data_files: {files}}}\n- {{config_name: en, data_files: rows.jsonl}}"
         (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
-        train, test = load(data_settings(folder, ("text",), dataset_config="de"))
+        train, test = load_rows(data_settings(folder, ("text",), dataset_config="de"))
         assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
     assert "'de', 'en'" in error_of(check, folder, ("text",))
 
@@ -299,7 +299,7 @@ def test_urls_of_images_are_not_requested(tmp_path, streaming):
         row = {"text": "a text", "image": {"path": url, "bytes": None}, "images": [{"path": url, "bytes": None}]}
         table = pyarrow.Table.from_pylist([row | {"text": f"text {index}"} for index in range(30)], schema=features.arrow_schema)
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-        train, _ = load(data_settings(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
+        train, _ = load_rows(data_settings(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
         assert next(iter(train))["text"].startswith("text ")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):

@@ -4,7 +4,7 @@ import itertools
 import json
 
 from harness.data import loading
-from harness.data.loading import load
+from harness.data.loading import load_rows
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
 
@@ -37,20 +37,20 @@ def sources_of(rows):
 
 def test_shares_in_memory(names, tmp_path):
     """An epoch ends with the dataset that is read first; its rows are all there, once."""
-    train, evaluated = load(arguments_of(names, [6, 3, 1], output_dir=tmp_path / "run"))
+    train, evaluated = load_rows(arguments_of(names, [6, 3, 1], output_dir=tmp_path / "run"))
     found = sources_of(train)
     assert [found.count(name) for name in "abc"] == [27, 14, 4] and len({row["text"] for row in train}) == 45
     assert found != sorted(found)
     held_out = sources_of(evaluated)
     assert [held_out.count(name) for name in "abc"] == [3, 20, 20] and held_out[:3] == ["a", "b", "c"]
     assert len(set(evaluated["text"])) == 43 and not {row["text"] for row in train} & set(evaluated["text"])
-    assert list(load(arguments_of(names, [6, 3, 1]))[0]) == list(train)
+    assert list(load_rows(arguments_of(names, [6, 3, 1]))[0]) == list(train)
     data = read_json(tmp_path / "run" / DATA)
     assert (data["rows"], data["held_out"]) == (430, 43)
 
 
 def test_small_datasets_are_repeated(names):
-    train, _ = load(arguments_of(names, [6, 3, 1], max_samples=100))
+    train, _ = load_rows(arguments_of(names, [6, 3, 1], max_samples=100))
     counts = [sum(row["text"] == text for row in train) for text in {row["text"] for row in train} if text.startswith("a")]
     assert len(train) == 100 and len(counts) == 27 and set(counts) == {2, 3}  # 60 rows of 27
 
@@ -58,7 +58,7 @@ def test_small_datasets_are_repeated(names):
 def test_rows_held_out_of_one_are_not_in_another(names, tmp_path):
     """b.jsonl again in another order, so that other rows of it are held out: those of either are trained on from neither."""
     copy = write(tmp_path / "copy.jsonl", texts("b", 200)[::-1])
-    train, evaluated = load(arguments_of([names[1], copy], [1, 1], max_samples=1000))
+    train, evaluated = load_rows(arguments_of([names[1], copy], [1, 1], max_samples=1000))
     held_out = set(evaluated["text"])
     assert len(held_out) > 20 and not held_out & {row["text"] for row in train}
 
@@ -72,16 +72,16 @@ def test_each_in_its_own_shape(tmp_path, streaming):
     chat = write(tmp_path / "chat.jsonl", chats)
     pairs = write(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "completion": "So."} for i in range(20)])
     called = write(tmp_path / "tools.json", [{"conversations": turns, "tools": json.dumps(tools)} for turns in share_gpt])
-    train, evaluated = load(arguments_of([chat, pairs], [1, 1], ("messages",), dataset_streaming=streaming))
+    train, evaluated = load_rows(arguments_of([chat, pairs], [1, 1], ("messages",), dataset_streaming=streaming))
     for row in itertools.islice(train, 20):
         assert row.keys() == {"messages"} and row["messages"][-1]["role"] == "assistant"
     assert evaluated.column_names == ["messages"] and len(evaluated) == 4
-    train, _ = load(arguments_of([chat, called], [1, 1], ("messages",), dataset_streaming=streaming))
+    train, _ = load_rows(arguments_of([chat, called], [1, 1], ("messages",), dataset_streaming=streaming))
     assert {json.dumps(row["tools"]) for row in itertools.islice(train, 20)} == {"null", json.dumps(tools)}
 
 
 def open_stream(names):
-    stream, _ = load(arguments_of(names, [6, 3, 1], dataset_streaming=True))
+    stream, _ = load_rows(arguments_of(names, [6, 3, 1], dataset_streaming=True))
     return stream
 
 
@@ -100,7 +100,7 @@ def test_stream_in_parts(names, tmp_path):
     (tmp_path / "many").mkdir()
     for file in range(4):
         write(tmp_path / f"many/{file}.jsonl", texts(f"many{file}", 20))
-    stream, _ = load(arguments_of([str(tmp_path / "many"), names[1]], [1, 1], dataset_streaming=True))
+    stream, _ = load_rows(arguments_of([str(tmp_path / "many"), names[1]], [1, 1], dataset_streaming=True))
     assert stream.num_shards == 4
     parts = [list(itertools.islice(stream.shard(4, part), 30)) for part in range(4)]
     for first, second in itertools.combinations(parts, 2):
@@ -115,7 +115,7 @@ def test_parts_of_one_process_resume_at_any_row(names, tmp_path):
         write(tmp_path / f"many/{file}.jsonl", texts(f"many{file}", 20))
 
     def open_parts():
-        stream, _ = load(arguments_of([str(tmp_path / "many"), names[1]], [2, 1], dataset_streaming=True))
+        stream, _ = load_rows(arguments_of([str(tmp_path / "many"), names[1]], [2, 1], dataset_streaming=True))
         return [stream.shard(2, part) for part in range(2)]
 
     parts, rows, positions = open_parts(), [], []
@@ -136,10 +136,10 @@ def test_bad_mixtures(names, error_of, tmp_path):
     assert "--dataset_config" in error_of(arguments_of, names, [1, 2, 3], dataset_config=["x", "y"])
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
     chat = write(tmp_path / "chat.jsonl", [{"messages": turns}] * 3)
-    assert chat in error_of(load, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
+    assert chat in error_of(load_rows, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
     missing = str(tmp_path / "missing.jsonl")
-    assert missing in error_of(load, arguments_of([names[0], missing], [1, 1]))
-    assert "--dataset_weights" in error_of(load, arguments_of(names, [1000, 1, 1]))  # no row of two of them
+    assert missing in error_of(load_rows, arguments_of([names[0], missing], [1, 1]))
+    assert "--dataset_weights" in error_of(load_rows, arguments_of(names, [1000, 1, 1]))  # no row of two of them
 
 
 def test_rows_of_cycle():
@@ -172,8 +172,8 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
     (tmp_path / "lines.txt").write_text("\n".join(f"line {index}" for index in range(20)))
     several = [names[0], questions, str(tmp_path / "lines.txt")]
     data = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
-    assert set(sources_of(load(data)[0])) == {"a", "q", "line"}
-    assert "answer" in error_of(load, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}))
+    assert set(sources_of(load_rows(data)[0])) == {"a", "q", "line"}
+    assert "answer" in error_of(load_rows, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}))
 
 
 FLAGS = ["--max_steps", "6", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "6", "--max_length", "64"]

@@ -142,7 +142,7 @@ def test_files_are_read_as_in_a_run_and_shortened(tmp_path):
     (source / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (source / "test.jsonl").write_text(json.dumps(row) + "\n")
     data = tiny.use_replacements(data_settings(source, "messages"), types.SimpleNamespace(), copy.copy(QWEN))
-    train, test = loading.load(data)
+    train, test = loading.load_rows(data)
     assert (len(train), len(test)) == (conversion.REHEARSED_ROWS, 1)
     _, question, answer = train[7]["messages"]
     assert (question["content"], answer["content"]) == (("why " * 200)[:150], "so")

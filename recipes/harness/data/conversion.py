@@ -15,9 +15,9 @@ from typing import Any
 from harness.data import formats, images
 from harness.data.reading import PLACE, ROW, absolute_name
 from harness.data.settings import DataSettings, Source
-from harness.data.turns import RefusedRow, is_nothing, without
+from harness.data.turns import is_nothing, without
 from harness.hub import hub_errors
-from harness.messages import UserError, print_once
+from harness.messages import RefusedRow, UserError, print_once
 
 import xxhash
 from datasets import Dataset, Features, IterableDataset, Value

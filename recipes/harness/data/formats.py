@@ -27,7 +27,6 @@ from harness.data.turns import (
     CONVERSATION_COLUMNS,
     END_OF_THINK,
     KEYS_OF_CALL,
-    SkippedRow,
     is_conversation,
     is_nothing,
     join_tools,
@@ -39,6 +38,7 @@ from harness.data.turns import (
     text_of,
     without,
 )
+from harness.messages import SkippedRow
 
 from datasets import Features, Json, List, Value
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.data.turns import CONTENT, IGNORED, RefusedRow, SkippedRow, is_conversation, is_nothing, read_json, role_of
-from harness.messages import UserError, plural
+from harness.data.turns import CONTENT, IGNORED, is_conversation, is_nothing, read_json, role_of
+from harness.messages import RefusedRow, SkippedRow, UserError, plural
 
 import PIL.Image
 import PIL.ImageOps
@@ -346,3 +346,8 @@ def with_one_token_each(ids: list[int], labels: list[int], processor: Any) -> tu
             kept.append(token)
             kept_labels.append(labels[index])
     return kept, kept_labels
+
+
+def image_collator(processor: Any) -> ImageCollator:
+    """The `data_collator` of rows with images: decodes the images of a batch, and pads its tokens."""
+    return ImageCollator(processor)

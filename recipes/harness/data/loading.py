@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness import runs
 from harness.data import formats, reading
 from harness.data.conversion import (
     BAD_ANSWER,
@@ -57,7 +58,21 @@ UNUSABLE = "rows_with_unusable_images"  # in data.json
 OPTIONAL = ("tools", formats.TEMPLATE_ARGUMENTS)  # columns that later rows of a stream can have, although the first ones do not
 
 
-def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
+def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[Any, Any]:
+    """Loads the rows that --dataset_name and the other flags choose, converted to a format of `parse`.
+
+    Args:
+        script_args: what `parse` has returned first.
+        keep: a function of a row, with the columns of the dataset after --column_map. Rows for which it returns False are not
+            used. Without it, all rows are.
+
+    Returns:
+        `(train_dataset, eval_dataset)`. Without a test split, rows are held out of the training split.
+    """
+    return load_rows(runs.started().run.data, keep)
+
+
+def load_rows(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
     """Loads the rows to train on and the rows to evaluate on.
 
     Args:

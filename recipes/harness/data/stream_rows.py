@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness.hub import HubLost, temporary_failure
-from harness.messages import UserError
+from harness.hub import temporary_failure
+from harness.messages import HubLost, UserError
 
 import numpy
 import xxhash

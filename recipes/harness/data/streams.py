@@ -21,8 +21,8 @@ from typing import Any
 
 from harness.data.stream_rows import MOST_PARTS
 from harness.data.turns import IGNORED
-from harness.folder import DamagedFile, read_json, step_of
-from harness.messages import UserError, print_once
+from harness.folder import read_json, step_of
+from harness.messages import DamagedFile, UserError, print_once
 
 import torch
 from accelerate.data_loader import prepare_data_loader

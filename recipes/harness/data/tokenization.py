@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import runs
 from harness.data import images
 from harness.data.chat_templates import load_bare_tokenizer, options_of, own_template, show_turns, training_template
 from harness.data.streams import documents_per_batch
@@ -38,7 +39,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the model with --chat_template_path, --eos_token and --pad_token, as it is saved with the model.
 
-    `reads_images`: see `load_bare_tokenizer`.
+    Pass it to the trainer as `processing_class`. `reads_images`: see `load_bare_tokenizer`.
     """
     tokenizer = load_bare_tokenizer(model_args, reads_images)
     path = getattr(training_args, "chat_template_path", None)
@@ -53,7 +54,10 @@ def load_tokenizer(
 
 
 def load_processor(script_args: Any, model_args: ModelConfig, training_args: TrainingArguments) -> ProcessorMixin:
-    """The processor of a model that reads images, with the tokenizer of `load_tokenizer`, for images of at most --max_pixels."""
+    """The processor of a model that reads images: the tokenizer of `load_tokenizer`, and what makes tokens of images.
+
+    It shrinks images to --max_pixels, and is saved with the model. Pass it to `tokenize`, `image_collator` and the trainer.
+    """
     tokenizer = load_tokenizer(model_args, training_args, reads_images=True)
     if hasattr(training_args, "max_completion_length"):
         tokenizer.padding_side = "left"  # as TRL pads the prompts that it generates from, and their `mm_token_type_ids`
@@ -64,7 +68,22 @@ def load_processor(script_args: Any, model_args: ModelConfig, training_args: Tra
     return processor
 
 
-def tokenize(
+def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_args: SFTConfig) -> tuple[Any, Any]:
+    """Tokenizes rows for SFTTrainer: `input_ids` and `labels`, cut or packed to --max_length.
+
+    Args:
+        train_dataset: rows with `messages`, `prompt` and `completion`, a text (--dataset_text_field), or `input_ids`.
+        eval_dataset: the same; or None, or a dict of several.
+        tokenizer: of `load_tokenizer`; of `load_processor` for rows with `images`, which stay, undecoded.
+        training_args: an SFTConfig, what `parse` has returned second. It is changed: SFTTrainer takes the rows as they are.
+
+    Returns:
+        `(train_dataset, eval_dataset)`. A label is -100 where a token does not count in the loss.
+    """
+    return tokenize_rows(train_dataset, eval_dataset, tokenizer, training_args, runs.started().run)
+
+
+def tokenize_rows(
     train_dataset: Rows,
     eval_dataset: Rows | dict[str, Rows] | None,
     tokenizer: Tokenizer,

@@ -20,6 +20,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from harness.messages import SkippedRow
+
 # Other names of the four roles: of ShareGPT, LLaMA-Factory, OpenAI and others.
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -51,14 +53,6 @@ THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
 CALLS_TWICE = "with tool calls in two places of a turn"
 PART_MARKED = "in which a part of a turn is marked to count in the loss, or not to: mark the turn"
 TURN_AS_TEXT = re.compile(r"""\s*\{\s*["'](role|from|content|value)["']\s*:""")
-
-
-class SkippedRow(ValueError):
-    """A row that cannot be trained on. Its message continues "3 rows …"."""
-
-
-class RefusedRow(ValueError):
-    """A row that ends the run. Its message follows the place of the row."""
 
 
 def is_nothing(value: Any) -> bool:

@@ -11,9 +11,9 @@ from harness import folder
 from harness.compat.trl import logged_metrics
 from harness.data.images import ImageCollator
 from harness.data.streams import StreamPosition
-from harness.hub import HubLost, temporary_failure
+from harness.hub import temporary_failure
 from harness.launched import OUT_OF_TIME
-from harness.messages import UserError, print_once
+from harness.messages import HubLost, UserError, print_once
 from harness.run.metrics import evaluation_losses, logged_by_evaluations
 from harness.run.progress import size_of
 from harness.run.stopping import maximum

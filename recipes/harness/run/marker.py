@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness.folder import COMPLETION_MARKER, DamagedFile, sync, write_json
+from harness.folder import COMPLETION_MARKER, sync, write_json
+from harness.messages import DamagedFile
 
 import xxhash
 

@@ -27,7 +27,6 @@ from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import never_ask_for_code, set_date_of_chat_templates, use_no_gpu_kernels
 from harness.compat.trl import generate_in_evaluation_mode, keep_activation_checkpointing
 from harness.data import chat_templates
-from harness.hub import HubLost
 from harness.launched import (
     OUT_OF_TIME,
     end_of_imports,
@@ -38,7 +37,7 @@ from harness.launched import (
     set_interrupt_handler,
     set_signal_handler,
 )
-from harness.messages import UserError, exit_on_user_error, is_first_process, print_once
+from harness.messages import HubLost, UserError, exit_on_user_error, is_first_process, print_once
 from harness.model.gpu_features import find_gpu_features
 from harness.model.loading import (
     keep_adapter_in_text_part,
@@ -55,6 +54,7 @@ from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import (
     Arguments,
+    check_built_trainer,
     check_flags_have_effect,
     check_generation,
     check_optimizer,
@@ -198,20 +198,46 @@ HIDDEN = (
 )
 
 
-def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
-    """See `harness.parse`, which turns a UserError into one message and exit code 2."""
+def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> Arguments:
+    """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
+
+    Args:
+        config_class: the class of the trainer's arguments, such as `trl.SFTConfig`, `transformers.TrainingArguments`, or a
+            dataclass that inherits from one. Its fields are flags.
+        dataset_formats: the formats to which `load` converts rows, the first choice first: "text", "messages",
+            "prompt_completion", "instruction", "question_answer", "preference", "images". Empty: rows keep their columns.
+        **defaults: the values of the recipe, by the names of the fields of `config_class`, `trl.ModelConfig` and
+            `ScriptArguments`. Flags override them.
+
+    Returns:
+        `(script_args, training_args, model_args)`. In a rehearsal `model_args` names a tiny model, and `load` reads a tiny
+        dataset.
+    """
     started = runs.started() or start_of_training()
     quiet_libraries()
     never_ask_for_code()
     disable_peer_to_peer()
 
-    values, given = read_values(started.run, config_class, recipe)
+    values, given = read_values(started.run, config_class, defaults)
     started.run = dataclasses.replace(started.run, given=given)
     started.choose_device(values)
-    started.run, arguments = make_arguments(started.run, values, config_class, dataset_formats, recipe)
+    started.run, arguments = make_arguments(started.run, values, config_class, dataset_formats, defaults)
     started.arguments = arguments
     started.prepare(arguments)
     return arguments
+
+
+def train(trainer: Trainer) -> None:
+    """Resumes or starts, trains, evaluates, saves the model and writes the results. A recipe calls it once, at its end.
+
+    Args:
+        trainer: a `transformers.Trainer` of any class, built with the `training_args` that `parse` has returned. What it has no
+            use for, such as samples of a classifier, is left out.
+    """
+    started = runs.started()
+    started.trainer = trainer
+    check_built_trainer(started)
+    started.train(trainer)
 
 
 def quiet_libraries() -> None:

@@ -30,7 +30,7 @@ def main():
         PackedTrainingArguments,
         # This project's arguments
         dataset_formats="text",
-        global_batch_size=24,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=24,  # rows per optimizer step on all GPUs together
         max_samples=2_000,
         # trl.ScriptArguments: the dataset
         dataset_name="Salesforce/wikitext",
@@ -48,7 +48,7 @@ def main():
         warmup_steps=10,
         logging_steps=5,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
+        eval_on_start=True,
         eval_steps=0.25,  # below 1: a share of all steps, about 44
         save_steps=0.25,
         remove_unused_columns=False,  # the collator needs to know where each text ends

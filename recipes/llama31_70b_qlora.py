@@ -50,11 +50,11 @@ def main():
         per_device_train_batch_size=4,  # 8 needs 7.9 GB more and is 2 to 8 % faster (forecast): each moves the model over PCIe
         activation_checkpointing=True,  # 12 GB per GPU instead of 171 (forecast)
         learning_rate=1e-4,
-        warmup_steps=0.03,  # below 1: a share of all steps
+        warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=1,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
+        eval_on_start=True,
         eval_steps=50,
         save_steps=25,
     )

@@ -18,12 +18,12 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats=("instruction", "prompt_completion"),
-        global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # rows per optimizer step on all GPUs together
         # trl.ScriptArguments: the dataset
         dataset_name="iamtarun/python_code_instructions_18k_alpaca",
         # trl.ModelConfig: the model
         model_name_or_path="meta-llama/Llama-3.1-8B",  # gated: accept its terms, then `.venv/bin/hf auth login`
-        dtype="bfloat16",  # of the frozen weights; adapters are float32
+        dtype="bfloat16",
         use_peft=True,
         lora_r=16,
         lora_alpha=32,
@@ -36,12 +36,12 @@ def main():
         per_device_train_batch_size=1,
         activation_checkpointing=True,  # saves memory for a third more compute; with 80 GB per GPU pass false
         learning_rate=2e-4,
-        warmup_steps=0.03,  # below 1: a share of all steps
+        warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_on_start=True,
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # drops rows without an answer, holds 256 rows out for evaluation

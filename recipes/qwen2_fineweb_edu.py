@@ -21,7 +21,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="text",
-        global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # rows per optimizer step on all GPUs together
         # trl.ScriptArguments: the dataset
         dataset_name="HuggingFaceFW/fineweb-edu",
         dataset_config="sample-10BT",  # also sample-100BT, sample-350BT, or one crawl: CC-MAIN-2024-10
@@ -39,11 +39,11 @@ def main():
         optim="adamw_torch_fused",
         learning_rate=2e-5,  # with --use_peft ten times as much
         weight_decay=0.01,
-        warmup_steps=0.05,  # below 1: a share of all steps
+        warmup_steps=0.05,
         lr_scheduler_type="cosine",
         logging_steps=10,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
+        eval_on_start=True,
         eval_steps=200,
         save_steps=200,
     )

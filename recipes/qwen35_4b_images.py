@@ -22,7 +22,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="images",
-        global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # rows per optimizer step on all GPUs together
         max_eval_samples=64,
         # Of an image; a token has 32 x 32 pixels. A photo of 12 megapixels would have 12,000 tokens, and is shrunk to 970.
         max_pixels=1_000_000,
@@ -34,7 +34,7 @@ def main():
         dataset_config="sft",
         # trl.ModelConfig: the model
         model_name_or_path="Qwen/Qwen3.5-4B",
-        dtype="bfloat16",  # of the frozen weights; adapters are float32
+        dtype="bfloat16",
         use_peft=True,
         lora_r=16,
         lora_alpha=32,
@@ -60,12 +60,12 @@ def main():
         dataloader_num_workers=2,  # they decode and shrink the next images while the GPU computes
         activation_checkpointing=True,
         learning_rate=1e-4,
-        warmup_steps=0.03,  # below 1: a share of all steps
+        warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_on_start=True,
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # finds the images of all rows, skips rows whose images cannot be read

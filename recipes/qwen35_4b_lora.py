@@ -23,7 +23,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # rows per optimizer step on all GPUs together
         max_eval_samples=64,
         # The template drops the reasoning of all answers but the last. With one row per answer, every answer is the last.
         split_conversations=True,
@@ -31,7 +31,7 @@ def main():
         dataset_name="HuggingFaceH4/Multilingual-Thinking",  # 1,000 conversations, reasoning in five languages
         # trl.ModelConfig: the model
         model_name_or_path="Qwen/Qwen3.5-4B",
-        dtype="bfloat16",  # of the frozen weights; adapters are float32
+        dtype="bfloat16",
         use_peft=True,
         lora_r=16,
         lora_alpha=32,
@@ -57,12 +57,12 @@ def main():
         per_device_train_batch_size=1,
         activation_checkpointing=True,
         learning_rate=1e-4,
-        warmup_steps=0.03,  # below 1: a share of all steps
+        warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_on_start=True,
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer

@@ -22,12 +22,12 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=16,  # packed sequences per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # packed sequences per optimizer step on all GPUs together
         # trl.ScriptArguments: the dataset
         dataset_name="trl-lib/Capybara",
         # trl.ModelConfig: the model
         model_name_or_path="Qwen/Qwen3-30B-A3B-Instruct-2507",
-        dtype="bfloat16",  # of the frozen weights; adapters are float32
+        dtype="bfloat16",
         use_peft=True,
         lora_r=8,
         lora_alpha=16,
@@ -43,12 +43,12 @@ def main():
         per_device_train_batch_size=1,
         activation_checkpointing=True,  # saves memory for a third more compute
         learning_rate=1e-4,
-        warmup_steps=0.03,  # below 1: a share of all steps
+        warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_on_start=True,
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer

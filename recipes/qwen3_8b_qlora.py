@@ -22,7 +22,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=8,  # packed sequences per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=8,  # packed sequences per optimizer step on all GPUs together
         max_eval_samples=64,
         # Qwen3's template drops the reasoning of all answers but the last, as in a chat. One row per answer keeps each.
         split_conversations=True,
@@ -48,12 +48,12 @@ def main():
         per_device_train_batch_size=1,
         activation_checkpointing=True,
         learning_rate=2e-4,
-        warmup_steps=0.03,  # below 1: a share of all steps
+        warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
-        eval_on_start=True,  # the loss before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_on_start=True,
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer

@@ -40,13 +40,13 @@ def main():
         DistillationConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=16,  # answers per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # answers per optimizer step on all GPUs together
         max_eval_samples=64,
         # trl.ScriptArguments: the dataset
         dataset_name="trl-lib/Capybara",
         # trl.ModelConfig: the student
         model_name_or_path="Qwen/Qwen3-4B",
-        dtype="bfloat16",  # of the frozen weights; adapters are float32
+        dtype="bfloat16",
         use_peft=True,
         lora_r=16,
         lora_alpha=32,
@@ -61,12 +61,12 @@ def main():
         per_device_train_batch_size=4,
         activation_checkpointing=True,
         learning_rate=1e-4,
-        warmup_steps=0.05,  # below 1: a share of all steps
+        warmup_steps=0.05,
         lr_scheduler_type="cosine",
         logging_steps=1,
         eval_strategy="steps",
         eval_on_start=True,  # the distance before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)

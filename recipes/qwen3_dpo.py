@@ -19,13 +19,13 @@ def main():
         DPOConfig,
         # This project's arguments
         dataset_formats="preference",
-        global_batch_size=16,  # pairs per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # pairs per optimizer step on all GPUs together
         max_samples=10_000,
         # trl.ScriptArguments: the dataset
         dataset_name="trl-lib/ultrafeedback_binarized",
         # trl.ModelConfig: the model
         model_name_or_path="Qwen/Qwen3-4B-Instruct-2507",
-        dtype="bfloat16",  # of the frozen weights; adapters are float32
+        dtype="bfloat16",
         use_peft=True,
         lora_r=16,
         lora_alpha=32,
@@ -38,12 +38,12 @@ def main():
         per_device_train_batch_size=1,  # pairs
         activation_checkpointing=True,
         learning_rate=5e-6,
-        warmup_steps=0.1,  # below 1: a share of all steps
+        warmup_steps=0.1,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
         eval_on_start=True,  # the loss before the training, to compare with: ln 2
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_steps=0.25,
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to prompt, chosen and rejected, as messages

@@ -17,7 +17,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=8,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=8,  # rows per optimizer step on all GPUs together
         # trl.ScriptArguments: the dataset
         dataset_name="trl-lib/Capybara",
         # trl.ModelConfig: the model
@@ -30,12 +30,12 @@ def main():
         per_device_train_batch_size=8,  # all rows of a step at once, padded to the longest of them
         optim="adamw_torch_fused",
         learning_rate=1e-4,  # ten times that of a model of 0.5B: few rows, few steps
-        warmup_steps=0.1,  # below 1: a share of all steps
+        warmup_steps=0.1,
         lr_scheduler_type="cosine",
         logging_steps=1,
         eval_strategy="steps",
         eval_on_start=True,  # loss and samples before the training, to compare with
-        eval_steps=0.25,  # below 1: a share of all steps
+        eval_steps=0.25,
         save_steps=0.5,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.accelerate import allow_fsdp_on_cpu
+from harness.compat.peft import merge_for_generation
 from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
 from harness.configs import AccelerateConfig
 from harness.data.settings import length_of_rows
@@ -544,7 +545,9 @@ class SimulatedStep(TrainerCallback):
         simulation = self.simulation
         rows = simulation.generated_rows
         ledger.take_counts()
-        with ledger.within(moment="generate", holder="rest"), torch.no_grad():
+        merged = merge_for_generation(self.trainer.model, self.trainer.accelerator)
+        keep_weights = ledger.within(moment="generate", holder="weights", place="host")
+        with torch.no_grad(), keep_weights, merged, ledger.within(holder="rest", place="gpu"):
             cache = self.forward_cached(rows, simulation.prompt, simulation.prompt, None)
             self.prompts = ledger.take_counts()
             half = simulation.completion // 2

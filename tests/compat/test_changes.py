@@ -41,6 +41,7 @@ TESTED_ELSEWHERE = {
     "logged_metrics": "run/test_losses.py::test_metrics_of_dpo_are_means_over_pairs_and_tokens",
     "never_ask_for_code": "start/test_remote_code.py::test_code_of_a_model_does_not_run",
     "names_in_model": "commands/test_merge.py::test_merge_into_files_with_older_names",
+    "merge_for_generation": "compat/test_peft.py::test_weights_are_the_same_afterwards",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "reduce_each_batch": "run/test_sharding.py::test_collectives_per_step",
     "rewards_of": "recipes/test_rewards.py::test_preview_of_rewards",

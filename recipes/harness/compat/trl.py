@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes
+from harness.compat.peft import merge_for_generation
 
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -54,7 +55,7 @@ def keep_activation_checkpointing() -> None:
 
 @changes("trl.models.utils:unwrap_model_for_generation")
 def generate_in_evaluation_mode() -> None:
-    """Makes trainers generate with the model in evaluation mode, and under FSDP until the last process is done.
+    """Makes trainers generate in evaluation mode, with a merged adapter, and under FSDP until the last process is done.
 
     They turn activation checkpointing off, because the cache of keys and values is not compatible with it, and on again, which
     adds hooks that are never removed: see `keep_activation_checkpointing`. In evaluation mode layers do not use it. FSDP2
@@ -77,7 +78,8 @@ def generate_in_evaluation_mode() -> None:
                 generate = unwrapped.generate
             unwrapped.generate = functools.partial(generate, synced_gpus=accelerator.num_processes > 1)
         try:
-            yield unwrapped
+            with merge_for_generation(unwrapped, accelerator):
+                yield unwrapped
         finally:
             if accelerator.is_fsdp2:
                 unwrapped.generate = generate

@@ -5,6 +5,7 @@ import functools
 import itertools
 from pathlib import Path
 
+from harness.compat.peft import merge_for_generation
 from harness.compat.transformers import generate_on
 from harness.data.images import ImageCollator, with_one_token_each
 from harness.data.turns import IGNORED
@@ -123,7 +124,8 @@ def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) 
     uncompiled = torch.compiler.set_stance("force_eager")
     # accelerate has put autocast around the forward pass of the outermost module only, and an adapter's `generate` calls another.
     autocast = accelerator.autocast()
-    with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, generate_on(accelerator.device):
+    merged = merge_for_generation(accelerator.unwrap_model(trainer.model), accelerator)
+    with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, merged, generate_on(accelerator.device):
         generated = trainer.model.generate(
             **{name: value.to(accelerator.device) for name, value in inputs.items()},
             do_sample=True,

@@ -236,7 +236,8 @@ def attend_within_documents(
     device = query.device.type
     size = value.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # of latent attention, value heads are smaller
+    if size < query.shape[-1]:  # value heads of latent attention are smaller; padding by 0 would copy those of all others
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
     tokens = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     # A token and the `sliding_window - 1` before it.
     window = (sliding_window - 1 if sliding_window else -1, 0 if is_causal else -1)

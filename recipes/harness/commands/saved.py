@@ -51,6 +51,7 @@ def load_model(folder: Path) -> Any:
             f"{folder} has no model and no adapter: pass the output directory of a finished run; ./launch.sh --merge makes a "
             "model of a sharded checkpoint"
         )
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():

@@ -312,6 +312,8 @@ def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None
                 setattr(training_args, name, False)
                 print_once(f"--{name} is not used: this run has no GPU.")
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
+    # On an H100 or a B200, cuDNN's attention makes a plan for each new shape of a batch (up to 1 s) and length of a text (54 ms).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     keep_activation_checkpointing()
     generate_in_evaluation_mode()
     set_date_of_chat_templates(date)

@@ -137,7 +137,7 @@ LOST = {
 
 def test_errors_after_the_training_are_reported_only(rehearse_recipe):
     lines = [f"    {name} = fail" for name in LOST]
-    failing = "\n".join(["    from harness.run import results, session", *lines, SFT])
+    failing = "\n".join(["    from harness.run import results, training", *lines, SFT])
     fail = '    def fail(*arguments):\n        raise OSError("what comes first\\nthe last line")\n'
     run, printed = rehearse_recipe("SFTConfig", fail + failing, LABELED, "text", files=())
     for what in LOST.values():

@@ -1,4 +1,4 @@
-"""Real vocabularies: masks, end tokens, boundaries of prompt and answer, and previews are what the texts say.
+"""Real vocabularies: masks, end tokens, and boundaries of prompt and answer are what the texts say.
 
 A tiny tokenizer of bytes cannot show tokens that go over a boundary, such as a line break of the prompt and one of the answer.
 """
@@ -6,7 +6,6 @@ A tiny tokenizer of bytes cannot show tokens that go over a boundary, such as a 
 import functools
 from pathlib import Path
 
-from harness.commands import preview
 from harness.data.tokenization import tokenize_rows
 from harness.run.prompts import SeenRows
 from harness.runs import Run
@@ -106,24 +105,6 @@ def test_answers_and_their_end_tokens_count(tokenizer_of, train_rows, family):
         assert labels == expected, tokenizer.decode([label for label in labels if label != -100])
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
     assert real_tokenizers.end_tokens(found, tokenizer) == [end]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_preview_shows_the_texts(tokenizer_of, train_rows, family, monkeypatch):
-    monkeypatch.setattr(preview, "SHOWN_TOKENS", 10_000)
-    tokenizer, (_, header, end) = tokenizer_of(family), FAMILIES[family]
-    turns = CONVERSATION[:3]
-    _, (row,) = train_rows(tokenizer, [{"messages": turns}], assistant_only_loss=True, max_length=None)
-    shown = preview.paint(tokenizer, row["input_ids"], row["labels"])
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    start = text.rindex(header) + len(header)
-    stop = text.rindex(end) + len(end)
-    expected = f"{text[:start]}⟦{text[start:stop]}⟧{text[stop:]}"
-    assert shown.replace("◆", "") == expected and shown.count("◆") == sum(text.count(t) for t in special_of(tokenizer))
-
-
-def special_of(tokenizer) -> list[str]:
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama3"])

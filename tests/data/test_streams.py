@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from conftest import ROOT, slow
+from conftest import ROOT
 from datasets import Dataset, load_dataset
 from pyarrow import parquet
 from runs import begin_at, history, losses, read
@@ -165,17 +165,6 @@ def test_epoch_in_memory_has_every_row_once(is_packed, workers):
         assert [len(step) for step in steps] == [SLOTS * ROWS] * 3
         read = [row for step in steps for row in step]
         assert sorted(row["input_ids"][0] for row in read if row != expected) == list(range(37))
-
-
-@slow
-def test_epoch_in_memory_has_the_same_tokens_on_two_processes(rehearse):
-    """In the loss of its last step too: 37 rows in steps of 8."""
-    flags = ["--dataset_streaming", "false", "--max_samples", "37", "--packing", "false", "--max_steps", "-1"]
-    flags += ["--num_train_epochs", "1", "--global_batch_size", "8", "--logging_steps", "1", "--eval_strategy", "no"]
-    one, two = (rehearse("qwen2_fineweb_edu", "4gpu_ddp", *flags, NPROC_PER_NODE=str(count)) for count in (1, 2))
-    assert read(one)["loss_tokens"] == read(two)["loss_tokens"] and read(one)["global_step"] == 5
-    for step, (loss, _) in losses(one).items():
-        assert losses(two)[step][0] == pytest.approx(loss, rel=1e-3)
 
 
 def test_process_reads_the_positions_of_its_parts_only(documents, tmp_path):

@@ -28,27 +28,3 @@ def test_profile_of_sharded_run(rehearse, tmp_path):
     assert all(0 <= start < duration for start, _ in found["all-gather"])
     pictures["draw"](folder / "rank0.json.gz", "title", tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 5000
-
-
-KERNELS = {
-    "ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)": "all-reduce",
-    "ncclSymkDevKernel_ReduceScatter_LD_sum_bf16(ncclSymkDevWorkArgs)": "reduce-scatter",
-    "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)": "other collectives",
-    "Memcpy HtoD (Pinned -> Device)": "host to GPU",
-    "gemm": "compute",
-}
-
-
-def test_kernels_of_a_gpu(tmp_path):
-    """On a GPU its kernels and copies count, and not what the host does meanwhile."""
-    events = [{"ph": "X", "name": "ProfilerStep#2", "cat": "user_annotation", "ts": 1000, "dur": 8000}]
-    events.append({"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 1000, "dur": 8000})
-    for number, name in enumerate(KERNELS, start=2):
-        kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
-        events.append({"ph": "X", "name": name, "cat": kind, "ts": 1000 * number, "dur": 500})
-    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
-    found, duration = runpy.run_path(str(ROOT / "benchmarks/profile_pictures.py"))["read_step"](tmp_path / "trace.json.gz")
-    assert duration == 8 and {kind: times for kind, times in found.items() if times} == {
-        kind: [(number, 0.5)] for number, kind in enumerate(KERNELS.values(), start=1)
-    }

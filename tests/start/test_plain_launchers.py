@@ -17,8 +17,18 @@ from runs import is_complete, losses, read, tiny_documents, tiny_model, weights
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 COUNT_COLLECTIVES = ROOT / "tests/run/count_collectives.py"
-CHECK_SLOWLY = ROOT / "tests/start/check_slowly.py"
 CONFIG = ROOT / "accelerate_configs/4gpu_full_shard.yaml"
+# The checks of the first process take longer than an all-reduce may.
+CHECKS_SLOWLY = f"""
+import functools, runpy, time
+from harness.nodes import network
+from harness.start import recipes
+
+claim_run = recipes.claim_run
+recipes.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
+recipes.claim_run = lambda *arguments: time.sleep(8) or claim_run(*arguments)
+runpy.run_path({str(RECIPE)!r}, run_name="__main__")
+"""
 PROCESSES, MICRO_BATCHES = 2, 3
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", PROCESSES]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", PROCESSES, "--num_machines", 1, "--main_process_port", 0]
@@ -68,10 +78,11 @@ def assert_trained(process, run, model, processes, is_sharded):
 @pytest.mark.parametrize(("launcher", "processes"), [([], 1), (TORCHRUN, PROCESSES)], ids=["python", "torchrun"])
 def test_python_and_torchrun(start, model, tmp_path, launcher, processes):
     """Into the default output directory. The other processes wait for the first one, which checks the run."""
-    process = start(*launcher, CHECK_SLOWLY, "--use_cpu", PYTHONPATH=str(ROOT / "recipes"))
-    run = tmp_path / "outputs/check_slowly"
+    (tmp_path / "slowly.py").write_text(CHECKS_SLOWLY)
+    process = start(*launcher, tmp_path / "slowly.py", "--use_cpu", PYTHONPATH=str(ROOT / "recipes"))
+    run = tmp_path / "outputs" / RECIPE.stem
     assert_trained(process, run, model, processes, is_sharded=False)
-    assert read(run, "run.json")["recipe"] == CHECK_SLOWLY.stem and read(run, "run.json")["config"] == ""
+    assert read(run, "run.json")["recipe"] == RECIPE.stem and read(run, "run.json")["config"] == ""
     assert process.stdout.count("The model, train_results.json and loss.png are in") == 1
 
 

@@ -235,8 +235,9 @@ def install_byte_check(model: torch.nn.Module) -> None:
     loaded = {}
     for layer in layers[:1] + layers[-1:]:
         for module in layer.modules():
-            if type(getattr(module, "weight", None)).__name__ == "Params4bit":
-                loaded[module] = _digest(module.weight)
+            for weight in module.parameters(recurse=False):  # not again of the adapter around it
+                if type(weight).__name__ == "Params4bit":
+                    loaded[module] = _digest(weight)
     if not loaded:
         return
     torch.compiler.set_stance("force_eager")  # compiled layers contain the hooks, and would call them again after their removal

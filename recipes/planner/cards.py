@@ -7,9 +7,9 @@ from harness.messages import UserError
 
 GB = 1e9
 # Seconds in which a host starts a kernel, with the modules, autograd and autocast around it (measured on two servers with an
-# H100, see docs/measurements.md), and without autograd, when texts are generated (17 to 19 µs on a server with an H200).
+# H100, see docs/measurements.md), and without autograd, when texts are generated (on a server with an H200).
 LAUNCH = 26e-6
-LAUNCH_GENERATING = 18e-6
+LAUNCH_GENERATING = 17e-6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ FEWER_KERNELS = "a larger --per_device_train_batch_size or --torch_compile true 
 NOT_SIMULATED = """\
 The margin is for what is not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation. The time is computed
 from FLOPs, bytes and kernels: matrix products run at 60 % of a GPU's rate, transfers overlap with them, a host starts a kernel
-in 26 µs (18 µs when it generates), and every token counts in the loss."""
+in 26 µs (17 µs when it generates), and every token counts in the loss."""
 
 
 def print_progress(message: str) -> None:

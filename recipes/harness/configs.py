@@ -162,13 +162,13 @@ def read(path: str) -> AccelerateConfig:
     return AccelerateConfig(**{name: values[name] for name in names})
 
 
-def read_yaml(path: str, name: str) -> Any:
-    """The content of a YAML file. Raises UserError, with `name`, if it is none, or has a key twice."""
+def read_yaml(path: str, name: str) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises UserError, with `name`, if it has others, or a key twice."""
     try:
         with Path(path).open(encoding="utf-8") as file:  # whose name and lines are in the messages
-            return yaml.load(file, Loader=UniqueKeyLoader)
+            return dict(yaml.load(file, Loader=UniqueKeyLoader) or {})
     except (OSError, ValueError, RecursionError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{name}: not a readable YAML file: {error}") from error
+        raise UserError(f"{name}: not a readable YAML file of keys and values: {error}") from error
 
 
 class UniqueKeyLoader(yaml.SafeLoader):

@@ -209,12 +209,12 @@ def test_gguf_file(rehearse, tmp_path, table, error_of, gguf_python, monkeypatch
     assert failed(table(run, write(template=changed))[1]) == ["prompts with the trained tokens"]
     assert failed(table(run, write(end="<|endoftext|>"))[1]) == ["token that ends an answer"]
     assert failed(table(run, write(swapped=2))[1]) == ["tokens of the vocabulary"]
-
     for values in ({"architecture": "qwen3"}, {"architecture": "nothing"}, {"kind": "I8"}):
         assert error_of(verify.main, str(run), str(write(**values)))
     assert "1 weight of " in error_of(verify.main, str(run), str(write(weights={k: v for k, v in weights.items() if k != name})))
     monkeypatch.delattr(verify, "load_model")  # the file is read first
-    other.write_bytes(write().read_bytes()[:-100_000])
-    assert error_of(verify.main, str(run), str(other))
-    other.write_bytes(b"nothing")
-    assert error_of(verify.main, str(run), str(other))
+    for content in (write().read_bytes()[:-100_000], b"nothing"):
+        other.write_bytes(content)
+        assert error_of(verify.main, str(run), str(other))
+    monkeypatch.setattr(verify, "read_held_out", lambda run: verify.HeldOut({}, [{"images": [{}]}], {}))
+    assert "images" in error_of(verify.main, str(run), str(write()))

@@ -11,7 +11,7 @@ from harness.data.chat_templates import check_conversations, fit_template, train
 from harness.data.formats import examine, split_answers
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, tokens_of_size
 from harness.data.loading import load_rows
-from harness.data.tokenization import load_processor, tokenize_rows, tokens_of_conversation
+from harness.data.tokenization import load_processor, tokenize, tokens_of_conversation
 from harness.messages import exit_on_user_error
 from harness.rehearsal import tiny
 from harness.runs import Run
@@ -244,11 +244,11 @@ def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of, rows_of):
     image = {"bytes": picture(), "path": None}
     dataset = rows_of([asked(f"<image>{'word ' * count}") | {"images": [image]} for count in (1, 2, 90)])
     args, run = SFTConfig(str(tmp_path), max_length=60, use_cpu=True, bf16=False, max_steps=1), Run("recipe.py", trains=True)
-    tokens, _ = tokenize_rows(dataset, None, processor, args, run)
+    tokens, _ = tokenize(dataset, None, processor, args, run)
     assert "1 of the 3 training rows are not used" in " ".join(capsys.readouterr().out.split())
     assert [len(row["images"]) for row in tokens] == [1, 1]
     args.max_length = 8
-    assert "--max_length" in error_of(tokenize_rows, dataset, None, processor, args, run)
+    assert "--max_length" in error_of(tokenize, dataset, None, processor, args, run)
 
 
 @pytest.mark.parametrize("values", ["uint16", ">u2", "int32"])

@@ -256,7 +256,7 @@ def test_keep_sees_rows_with_a_text_only(tmp_path, capsys):
     data = data_settings(path, ("text",), output_dir=str(tmp_path / "run"))
     train, test = load_rows(data, keep=lambda row: len(row["text"]) > 20)
     assert len(train) + len(test) == 9
-    assert "31 of 40 rows skipped: 21 without a text (the first is row 1), 10 left out by the recipe" in capsys.readouterr().out
+    assert "21 without a text in the column text (the first is row 1), 10 left out by the recipe" in capsys.readouterr().out
 
 
 def test_folder_with_configs(tmp_path, error_of):

@@ -6,7 +6,7 @@ A tiny tokenizer of bytes cannot show tokens that go over a boundary, such as a 
 import functools
 from pathlib import Path
 
-from harness.data.tokenization import tokenize_rows
+from harness.data.tokenization import tokenize
 from harness.run.prompts import SeenRows
 from harness.runs import Run
 
@@ -67,7 +67,7 @@ def train_rows(tmp_path):
 
     def call(tokenizer, rows, **settings):
         args, seen = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **settings), SeenRows()
-        found, _ = tokenize_rows(Dataset.from_list(rows), None, tokenizer, args, Run("recipe.py", trains=True, seen=seen))
+        found, _ = tokenize(Dataset.from_list(rows), None, tokenizer, args, Run("recipe.py", trains=True, seen=seen))
         return list(found), list(seen.tokens)
 
     return call

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from harness.data.tokenization import load_tokenizer, tokenize_rows
+from harness.data.tokenization import load_tokenizer, tokenize
 from harness.folder import DATA, write_json
 from harness.run.prompts import SeenRows
 from harness.run.training import report_dropped_rows
@@ -31,7 +31,7 @@ def prepare(tokenizer, tmp_path):
         args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **{"max_length": 64} | settings)
         dataset = Dataset.from_list(rows)
         dataset = dataset.to_iterable_dataset() if streams else dataset
-        return list(tokenize_rows(dataset, None, tokenizer, args, Run("recipe.py", trains=True))[0])
+        return list(tokenize(dataset, None, tokenizer, args, Run("recipe.py", trains=True))[0])
 
     return call
 
@@ -91,8 +91,9 @@ def test_tokens_of_the_recipe(prepare):
     assert masked["labels"] == [-100, 2, -100]
 
 
-def test_flag_without_effect_is_refused(prepare, error_of):
+def test_flags_that_need_others(prepare, error_of):
     assert "--assistant_only_loss" in error_of(prepare, [SHORT], assistant_only_loss=True)
+    assert "--max_length" in error_of(prepare, [SHORT], packing=True, max_length=None)
 
 
 def test_prompt_and_completion_next_to_a_text(prepare):
@@ -105,7 +106,7 @@ def test_evaluation_rows(tokenizer, tmp_path):
     rows = Dataset.from_list([{"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]}] * 20)
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, packing=True, eval_packing=False, assistant_only_loss=True)
     seen = SeenRows()
-    train, evaluated = tokenize_rows(rows, {"one": rows, "two": rows}, tokenizer, args, Run("recipe.py", seen=seen))
+    train, evaluated = tokenize(rows, {"one": rows, "two": rows}, tokenizer, args, Run("recipe.py", seen=seen))
     assert len(train) == 1 and {name: len(rows) for name, rows in evaluated.items()} == {"one": 20, "two": 20}
     assert tokenizer.decode([label for label in evaluated["two"][0]["labels"] if label != -100]) == f"assistant: So.{LAST}"
     assert len(seen.conversations) == 32 and seen.conversations[0] == rows[0] | {"input_ids": evaluated["one"][0]["input_ids"]}
@@ -136,8 +137,7 @@ def test_rows_that_a_trainer_drops_are_counted(tokenizer, tmp_path, capsys, max_
     report_dropped_rows(trainer)
     printed = capsys.readouterr().out
     assert len(trainer.train_dataset) == (2 if max_length == 24 else 4)
-    assert ("warning: 2 of 4 training rows are not used" in printed) == (max_length == 24)
-    assert ("warning: 2 of 3 evaluation rows are not used" in printed) == (max_length == 24)
+    assert ("2 of 4 training rows are not used" in printed) == ("2 of 3 evaluation rows" in printed) == (max_length == 24)
 
 
 def test_rows_that_a_recipe_makes_are_not_compared(tmp_path, capsys):

@@ -174,9 +174,10 @@ def small_model(**changes) -> torch.nn.Module:
 def saved_model(request, tmp_path):
     """A checkpoint of a model, and a function that makes it with changes."""
 
-    def make(**changes):
+    def make(alpha=8, **changes):
         model = small_model(tie_word_embeddings=True, **changes)
-        return get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if request.param == "adapter" else model
+        settings = LoraConfig(target_modules=["q_proj"], lora_alpha=alpha)
+        return get_peft_model(model, settings) if request.param == "adapter" else model
 
     model, checkpoint = make(), tmp_path / "checkpoint-1"
     marker.begin_writing(checkpoint)
@@ -184,8 +185,7 @@ def saved_model(request, tmp_path):
         save({"model": model.state_dict()}, checkpoint_id=checkpoint / folder.SHARDED)
     else:
         model.save_pretrained(checkpoint)
-    trained = parameters.WeightsOfModel(model).trained
-    marker.write_marker(checkpoint, {"files": {"a": [0, ""]}, "trained": trained})
+    marker.write_marker(checkpoint, {"files": {"a": [0, ""]}, "trained": parameters.WeightsOfModel(model).trained})
     return checkpoint, make
 
 
@@ -202,6 +202,7 @@ def test_weights_of_another_model_are_refused(saved_model, error_of):
     next(weight for weight in frozen.parameters() if weight.requires_grad).requires_grad_(False)
     assert "the run trained other ones" in problem(frozen)
     assert "--output_dir: " in problem(make(num_hidden_layers=1))
+    assert not hasattr(frozen, "peft_config") or "lora_alpha 8, this one 16" in problem(make(16))
 
 
 @pytest.mark.parametrize(

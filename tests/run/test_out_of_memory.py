@@ -11,6 +11,7 @@ import torch
 from runs import train
 
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+OF_CUDA = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"  # or of pinned memory
 RECIPE = "qwen2_fineweb_edu"
 
 
@@ -25,20 +26,16 @@ def test_memory_runs_out_in_a_step(build_trainer, monkeypatch, capfd):
     assert "error: out of memory at step 0: CUDA out of memory" in capfd.readouterr().err
 
 
-# What CUDA says when it can allocate no pinned memory.
-OF_CUDA = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"
-
-
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
         (ERROR, "--plan"),
         (RuntimeError("CUDA driver error: out of memory"), "--plan"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), failures.HOST_ADVICE),
-        (torch.AcceleratorError(OF_CUDA), failures.HOST_ADVICE),
+        (torch.AcceleratorError(OF_CUDA), f"{failures.GPU_ADVICE}; if it is the host's, {failures.HOST_ADVICE}"),
         (MemoryError(), failures.HOST_ADVICE),
     ],
-    ids=["GPU", "expandable segments", "host", "pinned", "Python"],
+    ids=["GPU", "expandable segments", "host", "GPU or pinned", "Python"],
 )
 def test_host_and_gpu_are_distinguished(monkeypatch, capsys, error, advice):
     monkeypatch.setattr("os._exit", sys.exit)

@@ -33,6 +33,7 @@ CASES = [
     ("--tiny ./misspelled.py 1x3090", "max_length"),
     (f"{TINY} --config env.yaml", "--env"),
     (f"{TINY} --hub_token hf_secret", "hf auth login"),
+    (f"{TINY} --column_map '[1]'", "--column_map"),
     (f"{TINY} --fp16", "fp16"),  # an error of transformers
     # the machine, once a process has started
     (TINY, "/dev/shm", {}, "-t tmpfs -o size=4k,mode=1777 tmpfs /dev/shm"),

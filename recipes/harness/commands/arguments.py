@@ -39,6 +39,13 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def existing(text: str) -> Path:
+    """A file or folder that exists: it is opened only once a model is loaded."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist")
+    return Path(text)
+
+
 def chat() -> CommandParser:
     parser = CommandParser("chat", "Chats with the model of a finished run; also a QLoRA adapter, without a merge.")
     parser.add_argument("run", metavar="RUN", type=folder, help="the output directory of a finished run")
@@ -46,7 +53,9 @@ def chat() -> CommandParser:
     parser.add_argument(
         "--system", metavar="TEXT", help="the system message; without the flag that of the training rows, if all have the same"
     )
-    parser.add_argument("--image", metavar="FILE", type=Path, action="append", help="an image to ask about; also several times")
+    parser.add_argument(
+        "--image", metavar="FILE", type=existing, action="append", help="an image to ask about; also several times"
+    )
     return parser
 
 
@@ -90,7 +99,7 @@ def verify() -> CommandParser:
         "model",
         metavar="MODEL",
         nargs="?",
-        type=Path,
+        type=existing,
         help="the folder of a model, or a GGUF file that was made of it; default RUN/merged if it exists",
     )
     add_json(parser)

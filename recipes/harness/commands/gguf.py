@@ -38,9 +38,7 @@ def read_gguf(file: Path) -> Any:
 def value_of(reader: Any, name: str) -> Any:
     """A setting of the tokenizer in a GGUF file, None if it has no such setting."""
     field = reader.fields.get(f"tokenizer.{name}")
-    if field:
-        return field.contents()
-    return None
+    return field.contents() if field else None
 
 
 def load_tokenizer_of(reader: Any, run: Path) -> Any:

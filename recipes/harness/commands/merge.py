@@ -130,10 +130,11 @@ def put_together(checkpoint: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(checkpoint)
-    weights = {}
-    for name, weight in read_sharded(checkpoint, config.dtype).items():
-        if not (config.tie_word_embeddings and name.endswith("lm_head.weight")):
-            weights[name.removeprefix(WRAPPER)] = weight
+    weights = {
+        name.removeprefix(WRAPPER): weight
+        for name, weight in read_sharded(checkpoint, config.dtype).items()
+        if not (config.tie_word_embeddings and name.endswith("lm_head.weight"))
+    }
     model_class = class_of_model(config)
     with torch.device("meta"):
         model = model_class.from_config(config) if model_class is AutoModelForCausalLM else model_class(config)

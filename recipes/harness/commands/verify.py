@@ -51,6 +51,8 @@ def main(*words: str) -> int:
     other = parsed.model or (merged if merged.is_dir() else None)
     # First: to load and measure the run's model takes minutes.
     file = read_gguf(other) if other and other.is_file() else None
+    if file and any(row["images"] for row in held_out.conversations):
+        raise UserError(f"{other}: a GGUF file of a model that was trained on images cannot be compared: pass a folder")
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
         model = load_model(run)

@@ -318,11 +318,7 @@ def transformer_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     Remove when: there is one.
     """
     names = set(getattr(model, "_no_split_modules", None) or [])  # a module that is none of transformers has no such names
-    layers = {}
-    for name, module in model.named_modules():
-        if names & {cls.__name__ for cls in type(module).__mro__}:
-            layers[name] = module
-    return layers
+    return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
 
 
 @changes(

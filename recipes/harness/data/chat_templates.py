@@ -431,9 +431,7 @@ def _visit_texts(row: dict, visit: Callable[..., str]) -> None:
     """
     for number, turn in enumerate(turns_of(row), 1):
         where = f"turn {number} ({turn['role']})"
-        reasoning = ""
-        if turn.get("train", True):
-            reasoning = "reasoning"
+        reasoning = "reasoning" if turn.get("train", True) else ""
         pieces = THOUGHT.split(turn["content"])  # texts and thoughts in turn
         pieces[::2] = [visit(where, "content", piece) for piece in pieces[::2]]
         pieces[1::2] = [f"<think>{visit(where, reasoning, piece)}</think>" for piece in pieces[1::2]]
@@ -476,9 +474,7 @@ def conversations_of(row: dict) -> list[dict]:
     found = [row]
     if "chosen" in row:
         others = without(row, "chosen", "rejected")
-        found = []
-        for name in ("chosen", "rejected"):
-            found.append(others | {"completion": row[name]})
+        found = [others | {"completion": row[name]} for name in ("chosen", "rejected")]
     return [conversation for conversation in found if has_readable_turns(conversation)]
 
 

@@ -208,9 +208,7 @@ class Shape:
             row = formats.with_text_arguments(row)
         if self.cuts_texts:
             row = cut_texts_of_row(row)
-        rows = [row]
-        if self.splits_answers:
-            rows = formats.split_answers(row)
+        rows = formats.split_answers(row) if self.splits_answers else [row]
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
             raise UserError(self.drops_marks)
         return [formats.complete(part, self.features) for part in rows]

@@ -54,7 +54,6 @@ KNOWN_KEYS = (
     "train",
 )  # of a turn of a converted row
 CONVERSATIONS = ("messages", "images", "preference")  # formats whose rows a chat template renders
-NO_ANSWER = "without an answer"
 WITH_IMAGES = ", images"  # in the kind of a conversation
 
 
@@ -119,34 +118,32 @@ def _text(row: dict, column: str) -> str:
     return text_of(row.get(column), f"whose {column}")
 
 
-def _filled_text(row: dict, column: str, reason: str) -> str:
-    """A text that a row must have. Raises SkippedRow with `reason` if it is missing."""
+def _filled_text(row: dict, column: str) -> str:
+    """A text that a row must have. Raises SkippedRow if it is missing."""
     if not _has(row, column):
-        raise SkippedRow(reason)
+        raise SkippedRow(f"without a text in the column {column}")
     return _text(row, column)
 
 
 def _to_text(row: dict, text_field: str) -> dict:
-    return {text_field: _filled_text(row, text_field, "without a text")}
+    return {text_field: _filled_text(row, text_field)}
 
 
 def _to_prompt_completion(row: dict, text_field: str) -> dict:
     if row.get("prompt") is None:
         raise SkippedRow("without a prompt as text")
-    answer = "completion"
-    if is_preference(row):
-        answer = "chosen"
-    return {"prompt": _text(row, "prompt"), "completion": _filled_text(row, answer, NO_ANSWER)}
+    answer = "chosen" if is_preference(row) else "completion"
+    return {"prompt": _text(row, "prompt"), "completion": _filled_text(row, answer)}
 
 
 def _to_instruction(row: dict, text_field: str) -> dict:
-    instruction = _filled_text(row, "instruction", "without an instruction")
-    output = _filled_text(row, "output", NO_ANSWER)
+    instruction = _filled_text(row, "instruction")
+    output = _filled_text(row, "output")
     return {"instruction": instruction, "input": _text(row, "input"), "output": output}
 
 
 def _to_question_answer(row: dict, text_field: str) -> dict:
-    return {"question": _filled_text(row, "question", "without a question"), "answer": _filled_text(row, "answer", NO_ANSWER)}
+    return {"question": _filled_text(row, "question"), "answer": _filled_text(row, "answer")}
 
 
 def _to_messages(row: dict, text_field: str) -> dict:
@@ -396,9 +393,7 @@ def stored_features(format: str, text_field: str) -> Features:
     if format not in CONVERSATIONS:
         return Features(dict.fromkeys(columns, Value("string")))
     store_json_exactly()
-    of_images = {}
-    if format == "images":
-        of_images = {"images": images.FEATURE}
+    of_images = {"images": images.FEATURE} if format == "images" else {}
     return Features(dict.fromkeys(columns, List(Json())) | of_images | {TEMPLATE_ARGUMENTS: Json()})
 
 

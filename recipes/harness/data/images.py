@@ -93,11 +93,7 @@ def read_images(value: Any) -> list[dict]:
         return []
     if not isinstance(value, list):
         value = [value]
-    found = []
-    for image in value:
-        if not is_nothing(image):
-            found.append(_read_image(image))
-    return found
+    return [_read_image(image) for image in value if not is_nothing(image)]
 
 
 def _read_image(image: Any) -> dict:

@@ -154,9 +154,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     """Opens a dataset, examines its rows, of a stream the first ones, and chooses those to evaluate on. `keep`: see `load`."""
     # Of large data a preview, a rehearsal and a plan read the first rows only. They download no more than these.
     reads_all = reading.is_small(source.name) or not (source.first_rows or data.streaming)
-    limit = 0
-    if not reads_all:
-        limit = source.first_rows or PREVIEWED_ROWS
+    limit = 0 if reads_all else source.first_rows or PREVIEWED_ROWS
     splits = open_dataset(data, source, data.streaming or limit > 0)
     test = evaluation_split(source, splits, data.needs_test_split)
     train = source.train_split
@@ -194,9 +192,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
             held_out = list(rows.select(hold_out(examined[REASON][:], examined[DIGEST][:], count)))
         else:
             held_out = hold_out_of_stream(rows, count, is_complete)
-        eval_rows = held_out
-        if conversion.format:
-            eval_rows = list(map(converted_of, held_out))
+        eval_rows = list(map(converted_of, held_out)) if conversion.format else held_out
     digests = frozenset(map(digest_of_loaded, held_out))
     return Opened(
         source,
@@ -323,10 +319,7 @@ def check_has_images(opened: list[Opened]) -> None:
 
 def rows_with_unusable_images(examined: Dataset) -> str:
     """A checksum of which rows are skipped because of an image."""
-    rows = []
-    for index, reason in enumerate(examined[REASON][:]):
-        if reason.startswith(OF_IMAGE):
-            rows.append(index)
+    rows = [index for index, reason in enumerate(examined[REASON][:]) if reason.startswith(OF_IMAGE)]
     return digest_of({"rows": rows})
 
 
@@ -358,11 +351,8 @@ def training_rows(data: DataSettings, one: Opened, held_out: frozenset[str], sha
     """The rows to train on; those of a stream shuffled. `held_out`: checksums of the rows that are held out of all datasets."""
     rows = one.rows
     if isinstance(rows, Dataset):
-        facts = zip(one.examined[REASON][:], one.examined[DIGEST][:], strict=True)
-        indices = []
-        for index, (reason, digest) in enumerate(facts):
-            if not reason and digest not in held_out:
-                indices.append(index)
+        facts = enumerate(zip(one.examined[REASON][:], one.examined[DIGEST][:], strict=True))
+        indices = [index for index, (reason, digest) in facts if not reason and digest not in held_out]
         if data.max_samples and not data.is_mixture:  # `mix` limits the rows of all datasets together
             indices = indices[: data.max_samples]
         rows = rows.select(indices[: one.source.first_rows or None])
@@ -524,17 +514,14 @@ def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
     """What was read, skipped and found of a dataset; prints it. `digests`: of the rows that are held out of all datasets."""
     name = one.source.display_name
     reasons = one.examined[REASON][:]
-    trained = 0
-    for reason, digest in zip(reasons, one.examined[DIGEST][:], strict=True):
-        if not reason and digest not in digests:
-            trained += 1
+    facts = zip(reasons, one.examined[DIGEST][:], strict=True)
+    trained = sum(not reason and digest not in digests for reason, digest in facts)
     skipped = Counter(filter(None, reasons))
-    shown = []
-    for reason, count in skipped.most_common(SHOWN_REASONS):  # each image that cannot be read is one
-        shown.append(f"{count:,} {reason} (the first is row {reasons.index(reason) + 1:,})")
-    held_out = 0
-    if one.held_out:
-        held_out = len(one.eval_rows)
+    shown = [
+        f"{count:,} {reason} (the first is row {reasons.index(reason) + 1:,})"
+        for reason, count in skipped.most_common(SHOWN_REASONS)  # each image that cannot be read is one
+    ]
+    held_out = len(one.eval_rows) if one.held_out else 0
     read = f"{'' if one.is_complete else 'the first '}{len(reasons):,} rows"
     if skipped:
         print_once(f"{name}: {skipped.total():,} of {read} skipped: {', '.join(shown)}.")
@@ -556,7 +543,5 @@ def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
 
 def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of data.json for a mixture: the sums over the datasets, and `datasets` with what each has."""
-    total: dict[str, Any] = {}
-    for name in NUMBERS:
-        total[name] = sum(summary[name] for summary in summaries)
+    total = {name: sum(summary[name] for summary in summaries) for name in NUMBERS}
     return total | {"is_complete": all(summary["is_complete"] for summary in summaries), "datasets": summaries}

@@ -74,9 +74,7 @@ def file_versions(name: str | None) -> list[list]:
     root = Path(name or "").expanduser().absolute()
     for file in local_files(name):
         status = file.stat()
-        shown = file.name
-        if root.exists():
-            shown = file.relative_to(root.parent)
+        shown = file.relative_to(root.parent) if root.exists() else file.name
         versions.append([str(shown), status.st_size, status.st_mtime_ns])
     return versions
 
@@ -165,13 +163,10 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
         return None
     with hub_errors("dataset", str(folder)):
         saved = load_from_disk(str(folder))
-    splits = {"train": saved}
-    if isinstance(saved, DatasetDict):
-        splits = dict(saved)
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     if streaming:
-        for split, rows in splits.items():
-            splits[split] = rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows))))
-    return splits
+        return {split: rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows)))) for split, rows in splits.items()}
+    return dict(splits)
 
 
 def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None, keeps_lines: bool) -> dict[str, Split]:
@@ -211,9 +206,7 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     A folder is read in one format. In a folder with configs only their files count.
     """
     paths = _local_paths(name)
-    folder = None
-    if len(paths) == 1 and paths[0].is_dir():
-        folder = paths[0]
+    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     if folder and (configured := _configured_files(folder, config)):
         return configured, SUFFIXES.get(suffix_of(next(iter(configured.values()))[0]), "text"), []
     if config not in (None, "default"):  # all would be read
@@ -286,9 +279,7 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
     names = list(map(str, files))
     if streaming and kind == "parquet":
         return open_parquet(names)
-    features = None
-    if kind == "parquet":
-        features = features_of_files(map(pyarrow.parquet.read_schema, names))
+    features = features_of_files(map(pyarrow.parquet.read_schema, names)) if kind == "parquet" else None
     return load_dataset(
         kind, data_files={"train": list(map(glob.escape, names))}, split="train", streaming=streaming, features=features
     )
@@ -316,9 +307,7 @@ def suffix_of(path: Path) -> str:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file with their numbers."""
-    opens = open
-    if path.suffix.lower() == COMPRESSED:
-        opens = gzip.open
+    opens = gzip.open if path.suffix.lower() == COMPRESSED else open
     with opens(path, "rt", encoding="utf-8-sig", newline="\n") as file:
         yield from enumerate(file, 1)
 

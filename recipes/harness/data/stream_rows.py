@@ -136,10 +136,7 @@ def _permute(rows: dict[str, list], seed: int) -> dict[str, list]:
     first = json.dumps([values[0] for values in rows.values()], default=lambda value: type(value).__name__)
     generator = numpy.random.default_rng([seed, xxhash.xxh3_64_intdigest(first.encode())])
     order = generator.permutation(len(next(iter(rows.values()))))
-    permuted = {}
-    for name, values in rows.items():
-        permuted[name] = [values[index] for index in order]
-    return permuted
+    return {name: [values[index] for index in order] for name, values in rows.items()}
 
 
 def mix_streams(streams: list[IterableDataset], weights: list[float], seed: int) -> IterableDataset:
@@ -149,9 +146,8 @@ def mix_streams(streams: list[IterableDataset], weights: list[float], seed: int)
     all streams.
     """
     parts = min(MOST_PARTS, max(stream.num_shards for stream in streams))
-    batches = []
-    for stream, count in zip(streams, rows_of_cycle(weights), strict=True):
-        batches.append(_divide(stream, parts).repeat(None).batch(count))
+    counts = rows_of_cycle(weights)
+    batches = [_divide(stream, parts).repeat(None).batch(count) for stream, count in zip(streams, counts, strict=True)]
     settings = {"fn_kwargs": {"seed": seed}, "features": streams[0].features}
     return interleave_datasets(batches).map(_join, batched=True, batch_size=len(streams), **settings)
 
@@ -160,10 +156,8 @@ def _divide(stream: IterableDataset, parts: int) -> IterableDataset:
     """A stream that can be read in so many parts. If it has fewer files, part n has every row with a number n modulo `parts`."""
     if stream.num_shards >= parts:
         return stream
-    divided = []
-    for part in range(parts):
-        divided.append(stream.filter(_is_of_part, with_indices=True, fn_kwargs={"part": part, "parts": parts}))
-    return concatenate_datasets(divided)
+    of_parts = [{"part": part, "parts": parts} for part in range(parts)]
+    return concatenate_datasets([stream.filter(_is_of_part, with_indices=True, fn_kwargs=of_part) for of_part in of_parts])
 
 
 def _is_of_part(row: dict, index: int, part: int, parts: int) -> bool:
@@ -171,10 +165,7 @@ def _is_of_part(row: dict, index: int, part: int, parts: int) -> bool:
 
 
 def _join(batches: dict[str, list[list]], seed: int) -> dict[str, list]:
-    joined = {}
-    for name, lists in batches.items():
-        joined[name] = list(itertools.chain.from_iterable(lists))
-    return _permute(joined, seed)
+    return _permute({name: list(itertools.chain(*lists)) for name, lists in batches.items()}, seed)
 
 
 def rows_of_cycle(weights: list[float]) -> list[int]:

@@ -68,7 +68,13 @@ def load_processor(script_args: Any, model_args: ModelConfig, training_args: Tra
     return processor
 
 
-def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_args: SFTConfig) -> tuple[Any, Any]:
+def tokenize(
+    train_dataset: Rows,
+    eval_dataset: Rows | dict[str, Rows] | None,
+    tokenizer: Tokenizer,
+    training_args: SFTConfig,
+    run: Run | None = None,
+) -> tuple[Rows, Rows | dict[str, Rows] | None]:
     """Tokenizes rows for SFTTrainer: `input_ids` and `labels`, cut or packed to --max_length.
 
     Args:
@@ -76,27 +82,19 @@ def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_arg
         eval_dataset: the same; or None, or a dict of several.
         tokenizer: of `load_tokenizer`; of `load_processor` for rows with `images`, which stay, undecoded.
         training_args: an SFTConfig, what `parse` has returned second. It is changed: SFTTrainer takes the rows as they are.
+        run: None for the one of this process.
 
     Returns:
         `(train_dataset, eval_dataset)`. A label is -100 where a token does not count in the loss.
     """
-    return tokenize_rows(train_dataset, eval_dataset, tokenizer, training_args, runs.started().run)
-
-
-def tokenize_rows(
-    train_dataset: Rows,
-    eval_dataset: Rows | dict[str, Rows] | None,
-    tokenizer: Tokenizer,
-    training_args: SFTConfig,
-    run: Run,
-) -> tuple[Rows, Rows | dict[str, Rows] | None]:
-    """See `harness.tokenize`. Changes `training_args`, so that SFTTrainer takes the rows as they are."""
+    run = run or runs.started().run
     train = tokenize_split("train", train_dataset, tokenizer, training_args, run)
     if not isinstance(eval_dataset, dict):
         eval_dataset = {"": eval_dataset}
-    evaluated = {}
-    for name, rows in eval_dataset.items():
-        evaluated[name] = rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, run)
+    evaluated = {
+        name: rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, run)
+        for name, rows in eval_dataset.items()
+    }
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
     training_args.dataset_kwargs = {"skip_prepare_dataset": True}
     if isinstance(tokenizer, ProcessorMixin):
@@ -285,6 +283,8 @@ def cut_tokens_of_row(row: dict, part: slice) -> dict[str, list[int]]:
 
 def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
+    if args.max_length is None:
+        raise UserError("--packing needs a --max_length")
     if args.shuffle_dataset:
         tokens = tokens.shuffle(seed=args.seed)
     if args.packing_strategy == "bfd":  # which cuts rows, and drops none

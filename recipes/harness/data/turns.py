@@ -187,10 +187,7 @@ def read_turn(turn: Any) -> dict:
 
 def _one_value(turn: dict, keys: tuple[str, ...]) -> Any:
     """What a turn has under one of `keys`, None if nothing. Raises SkippedRow if it has two values."""
-    values = []
-    for key in keys:
-        if turn.get(key) not in (None, ""):
-            values.append(turn[key])
+    values = [turn[key] for key in keys if turn.get(key) not in (None, "")]
     values = [value for value in values if not is_nothing(value)] or values[:1]  # alone, spaces and {} are what they are
     if len(values) > 1 and values[0] != values[1]:
         raise SkippedRow(f"with a turn that has {' and '.join(keys)}")

@@ -280,9 +280,9 @@ def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConf
             name = "num_attention_heads"  # a model without grouped-query attention keeps as many key as query heads
         return _limit(name, value, replaced)
 
-    small = {}
-    for name, value in kept.items():
-        small[name] = replaced[name] if name in replaced else resize(standard_of.get(name, name), value)
+    small = {
+        name: replaced[name] if name in replaced else resize(standard_of.get(name, name), value) for name, value in kept.items()
+    }
     if "initializer_range" in small:
         small["initializer_range"] = 0.25  # large enough for an adapter on frozen random weights to lower the loss
     for name in config.sub_configs:  # such as the text part of an image model

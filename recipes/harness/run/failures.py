@@ -13,6 +13,10 @@ from harness.messages import DEBUG_VARIABLE, UserError, die, kind_and_line, last
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
+GPU_ADVICE = (
+    "`nvidia-smi` shows what else is on the GPU, `./launch.sh --plan` with the same recipe, config and flags what needs it, and "
+    "which changes save most"
+)
 HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 
 
@@ -50,11 +54,6 @@ def raise_if_of_reward(error: Exception, trainer: Any) -> None:
         f"the reward function {', '.join(places or names)} fails: {kind_and_line(error)} (--debug shows the "
         f"traceback). It must accept **others, and return a list with one number for each completion. {hint}"
     ) from error
-
-
-def explain_missing_weights(model: str) -> str:
-    """The error message for a model that only the first process of an FSDP run has read."""
-    return f"only the first process has the weights of {model}: set fsdp_cpu_ram_efficient_loading: false in a copy of the config"
 
 
 def raise_if_of_library(error: Exception, recipe: str) -> None:
@@ -110,9 +109,9 @@ def exit_if_out_of_memory(error: Exception, trainer: Any = None) -> None:
         return
     process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
     moment = f"at step {trainer.state.global_step}" if trainer is not None else "before the training"
-    # Of the GPU. Pinned memory is the host's, but CUDA allocates it, and says "CUDA error: out of memory".
-    if "CUDA out of memory" in text or "CUDA driver error" in text:
-        advice = "`./launch.sh --plan` with the same recipe, config and flags shows what needs it, and which changes save most"
-    else:
+    advice = GPU_ADVICE
+    if "CUDA error" in text:  # also of pinned memory, which is the host's
+        advice = f"if it is the GPU's, {GPU_ADVICE}; if it is the host's, {HOST_ADVICE}"
+    elif "cuda" not in text.lower():
         advice = HOST_ADVICE
     die(f"{process}out of memory {moment}: {last_line(error)}: {advice}", OUT_OF_MEMORY)

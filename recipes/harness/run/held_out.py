@@ -28,10 +28,11 @@ def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:
 
 def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None:
     """Writes the tokens of all evaluation rows, and the first `conversations` as JSON with their tokens; not collective."""
-    rows = []
-    for name, dataset in tokenized_datasets(trainer).items():
-        for row in dataset:
-            rows.append({"dataset": name, "conversation": None, **tokens_of_row(trainer, row)})
+    rows = [
+        {"dataset": name, "conversation": None, **tokens_of_row(trainer, row)}
+        for name, dataset in tokenized_datasets(trainer).items()
+        for row in dataset
+    ]
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
     for row in conversations:
         text = json.dumps({name: row[name] for name in columns if name in row})

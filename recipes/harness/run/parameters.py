@@ -101,6 +101,7 @@ def quantization_of(model: torch.nn.Module) -> dict:
 
 
 Shapes = dict[str, list[int]]  # of weights, by name
+SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # by which an adapter is multiplied; its shapes have the rank
 
 
 class WeightsOfModel:
@@ -113,6 +114,8 @@ class WeightsOfModel:
         self.is_known = not is_of_another_library(model)  # whose files name weights otherwise
         self.is_of_transformers = isinstance(model, PreTrainedModel)
         self.adapter = model.active_adapters[0] if isinstance(model, PeftModel) else None
+        # Of several adapters, the last one writes the file.
+        self.scales = {name: getattr(settings, name, None) for settings in adapters_of(model) for name in SCALES}
         state = model.state_dict(keep_vars=True)
         if self.adapter:
             state = get_peft_model_state_dict(model, adapter_name=self.adapter, save_embedding_layers=False)
@@ -128,15 +131,13 @@ class WeightsOfModel:
         """What is wrong with the weights in a checkpoint, "" for nothing."""
         if (checkpoint / folder.SHARDED).is_dir():
             saved = shapes_of_sharded_files(checkpoint)
-        elif self.adapter in (None, "default"):
-            saved = shapes_of_files(checkpoint)
         else:  # an adapter of another name has a folder of its own
-            saved = shapes_of_files(checkpoint / self.adapter)
+            saved = shapes_of_files(checkpoint / ("" if self.adapter in (None, "default") else self.adapter))
         if saved is None and self.adapter:
             return "it has no adapter"
         if saved is None or not self.is_known:
             return ""
-        if self.is_of_transformers and are_converted(self.known, saved):  # see `load_converted`
+        if self.is_of_transformers and saved.keys() - self.known:  # see `load_converted`
             values = sum(map(math.prod, saved.values()))
             if values < self.trained_values:
                 return f"it has {values:,} values, {self.trained_values:,} are trained"
@@ -151,13 +152,17 @@ class WeightsOfModel:
 
 
 def check_saved_weights(checkpoint: Path, weights: WeightsOfModel) -> None:
-    """Raises UserError unless a checkpoint has the weights of the model in the same shapes, and trains the same ones.
+    """Raises UserError unless a checkpoint has the weights of the model in the same shapes, scales and trains the same ones.
 
     Otherwise a run would resume with some weights as they were before the training, or states of the optimizer of others.
     """
     problem = weights.problem(checkpoint)
     if not problem and read_marker(checkpoint)["trained"] != weights.trained:
         problem = "the run trained other ones, or in another order"
+    saved = folder.read_json(checkpoint / "adapter_config.json")
+    for name, scale in weights.scales.items():
+        if saved.get(name) != scale:
+            problem = f"their adapter has {name} {saved.get(name)}, this one {scale}"
     if problem:
         raise UserError(
             f"--output_dir: the weights in {checkpoint} are not those of this model: {problem}. Use the recipe, the model and "
@@ -189,23 +194,16 @@ def shapes_of_sharded_files(checkpoint: Path) -> Shapes:
     return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
 
 
-def are_converted(names: Iterable[str], saved: Shapes) -> bool:
-    """Whether files have weights by other `names` than the model.
-
-    `save_pretrained` writes them as the files on the Hub have them: older names, or a weight for each expert.
-    """
-    return not saved.keys() <= {*names}
-
-
 def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
     """Loads an unsharded checkpoint if `from_pretrained` must convert its names, with which `Trainer` would load nothing.
 
+    `save_pretrained` writes weights as the files on the Hub have them: by older names, or one for each expert.
     Returns whether it did. Raises RuntimeError if the checkpoint lacks weights, or has others.
     """
     if (checkpoint / folder.SHARDED).is_dir() or not isinstance(model, PreTrainedModel):
         return False
     saved = shapes_of_files(checkpoint)
-    if not saved or not are_converted(model.state_dict(), saved):
+    if not saved or not saved.keys() - model.state_dict().keys():
         return False
     with quiet_transformers():
         loaded, found = type(model).from_pretrained(  # in float32, which holds every dtype that is trained

@@ -17,6 +17,7 @@ from harness.run.parameters import adapters_of, config_of, is_of_another_library
 
 import torch
 from huggingface_hub import HfApi, save_torch_state_dict
+from huggingface_hub.utils import httpx
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -49,7 +50,7 @@ def load_original_config(trainer: Trainer) -> PreTrainedConfig | None:
     config = config_of(trainer.accelerator.unwrap_model(trainer.model))
     revision = revision_of(trainer.args) or "main"
     if config is not None and config.name_or_path:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, httpx.HTTPError):
             original = AutoConfig.from_pretrained(config.name_or_path, revision=revision)
             original.dtype = original.dtype or dtype_of_files(config.name_or_path, revision)
             return original
@@ -104,7 +105,7 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
             model.config.save_pretrained(draft)
             # A trainer on texts has loaded only the tokenizer. Files that are missing, or cannot be downloaded now, are left out.
             for file in PROCESSOR if has_vision_part(original) else ():
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, httpx.HTTPError):
                     shutil.copyfile(cached_file(original.name_or_path, file, revision=revision_of(trainer.args)), draft / file)
         elif is_of_another_library(model):
             model.save_pretrained(str(draft))

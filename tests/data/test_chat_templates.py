@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness.data import chat_templates, formats
+from harness.data import chat_templates, conversion, formats
 from harness.data.chat_templates import check_conversations, training_template
 from harness.data.settings import DataSettings
 from harness.rehearsal import tiny
@@ -194,8 +194,8 @@ def test_row_of_the_page(check):
     """The row with reasoning and tools in docs/your-data.md is complete, and both of its answers count."""
     rows = re.findall(r"```json\n(\{\"messages.*?)```", (ROOT / "docs/your-data.md").read_text(), re.DOTALL)
     (text,) = [row for row in rows if "tool_calls" in row]
-    row, reason = formats.examine(json.loads(text), "messages")
-    assert not reason and len(formats.split_answers(row)) == 2
+    row, reason = formats.convert(json.loads(text), "messages")
+    assert not reason and len(conversion.split_answers(row)) == 2
     check("qwen3", row, splits=True, **SFT)
 
 

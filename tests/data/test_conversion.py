@@ -41,8 +41,8 @@ def test_rows_are_converted_once(tmp_path, monkeypatch, kind):
     rows = [conversation(number) for number in range(300)]
     path = tmp_path / f"rows.{kind}"
     datasets.Dataset.from_list(rows).to_parquet(str(path)) if kind == "parquet" else write_rows(path, rows)
-    seen, examine = [], formats.examine
-    monkeypatch.setattr(formats, "examine", lambda row, *more: seen.append(question_of(row)) or examine(row, *more))
+    seen, convert = [], formats.convert
+    monkeypatch.setattr(formats, "convert", lambda row, *more: seen.append(question_of(row)) or convert(row, *more))
     data = arguments_for(path)
     for _ in range(2):
         train, test = load_rows(data)
@@ -59,8 +59,8 @@ from harness.data import formats
 sys.path.insert(0, "tests/data")
 import test_conversion
 datasets.config.HF_DATASETS_CACHE = sys.argv[2]
-seen, examine = [], formats.examine
-formats.examine = lambda row, *more: seen.append(test_conversion.question_of(row)) or examine(row, *more)
+seen, convert = [], formats.convert
+formats.convert = lambda row, *more: seen.append(test_conversion.question_of(row)) or convert(row, *more)
 from harness.data.loading import load_rows
 train, _ = load_rows(test_conversion.arguments_for(sys.argv[1]))
 print(json.dumps([seen, len(train)]))

@@ -3,7 +3,7 @@
 import json
 import random
 
-from harness.data import formats, turns
+from harness.data import conversion, formats, turns
 
 import pytest
 
@@ -24,7 +24,7 @@ TASK_AS_CHAT = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant"
 
 
 def convert(row, format, **settings):
-    return formats.examine(row, format, **settings)[0]
+    return formats.convert(row, format, **settings)[0]
 
 
 def as_user(content):
@@ -136,8 +136,8 @@ def test_answers_that_do_not_count(key):
 )
 def test_marks_of_parts_of_a_turn_are_not_ignored(marks):
     turns = [CHAT[0], CHAT[1] | {"train_detail": None}, CHAT[0], CHAT[1] | marks]
-    assert formats.examine({"messages": turns[:2]}, "messages") == ({"messages": CHAT}, "")
-    converted, reason = formats.examine({"messages": turns}, "messages")
+    assert formats.convert({"messages": turns[:2]}, "messages") == ({"messages": CHAT}, "")
+    converted, reason = formats.convert({"messages": turns}, "messages")
     assert converted is None and "part of a turn" in reason
 
 
@@ -165,7 +165,7 @@ def test_marks_of_parts_of_a_turn_are_not_ignored(marks):
     ],
 )
 def test_reasons_to_skip_a_row(row, reason):
-    converted, found = formats.examine(row, "messages")
+    converted, found = formats.convert(row, "messages")
     assert converted is None and reason in found
 
 
@@ -179,7 +179,7 @@ def test_reasons_to_skip_a_row(row, reason):
     ],
 )
 def test_columns_that_are_no_texts(row, format, column):
-    converted, found = formats.examine(row, format)
+    converted, found = formats.convert(row, format)
     assert converted is None and column in found
 
 
@@ -207,7 +207,7 @@ def test_columns_that_are_no_texts(row, format, column):
     ],
 )
 def test_turns_that_cannot_be_read(turn, word):
-    converted, reason = formats.examine({"messages": [*CHAT, CHAT[0], CHAT[1] | turn]}, "messages")
+    converted, reason = formats.convert({"messages": [*CHAT, CHAT[0], CHAT[1] | turn]}, "messages")
     assert converted is None and word in reason
 
 
@@ -274,7 +274,7 @@ def test_nulls_of_structs_are_not_in_the_data():
 
 def test_split_answers():
     turns = [*CHAT, CHAT[0], CHAT[1] | {"train": False}, *CHAT]
-    rows = formats.split_answers({"messages": turns, "tools": [TOOL]})
+    rows = conversion.split_answers({"messages": turns, "tools": [TOOL]})
     assert [len(row["messages"]) for row in rows] == [2, 6] and all(row["tools"] == [TOOL] for row in rows)
     assert [[turn.get("train", True) for turn in row["messages"][1::2]] for row in rows] == [[True], [False, False, True]]
 
@@ -298,8 +298,8 @@ def test_text_field_names_the_column():
 )
 def test_kind_of_conversation(turn, kind):
     row = {"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes"} | turn]}
-    assert formats.kind_of_conversation(row) == f"user {kind}"
-    assert formats.kind_of_conversation(row | {"tools": [{}]}) == f"user {kind}, tools"
+    assert conversion.kind_of_conversation(row) == f"user {kind}"
+    assert conversion.kind_of_conversation(row | {"tools": [{}]}) == f"user {kind}, tools"
 
 
 @pytest.mark.parametrize("content", ["hm</think>So.", "<think>hm</think>So."])
@@ -317,14 +317,14 @@ def test_think_in_turns_that_are_no_answers():
 
 def test_preference_whose_prompt_ends_with_an_answer():
     for row in (PREFERENCE | {"messages": CHAT}, PREFERENCE | {"prompt": CHAT}):
-        assert "ends with an answer" in formats.examine(row, "preference")[1]
+        assert "ends with an answer" in formats.convert(row, "preference")[1]
     expected = {"prompt": CHAT[:1], "chosen": [as_assistant("So.")], "rejected": [as_assistant("No.")]}
     assert convert(PREFERENCE | {"messages": CHAT[:1]}, "preference") == expected
 
 
 def test_preferences_that_do_not_begin_alike():
     row = {name: [as_user(name), CHAT[1]] for name in ("chosen", "rejected")}
-    assert "begin alike" in formats.examine(row, "preference")[1]
+    assert "begin alike" in formats.convert(row, "preference")[1]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_prompts_next_to_conversations(prompt, context):
     row = {"prompt": prompt, "chosen": [CHAT[0], answers[0]], "rejected": [CHAT[0], answers[1]]}
     pair, conversation = (convert(row, format) for format in ("preference", "messages"))
     if context is None:
-        assert pair is None and conversation is None and "whose prompt" in formats.examine(row, "preference")[1]
+        assert pair is None and conversation is None and "whose prompt" in formats.convert(row, "preference")[1]
     else:
         assert pair == {"prompt": context, "chosen": answers[:1], "rejected": answers[1:]}
         assert conversation == {"messages": [*context, answers[0]]}
@@ -363,12 +363,12 @@ def test_turns_in_answers_of_preferences(role):
     """All turns after the prompt count in the loss of preferences: those at the end are cut off, others make a row unusable."""
     answers = {name: [as_assistant(name), {"role": role, "content": "Hm?"}] for name in ("chosen", "rejected")}
     row = {"prompt": [CHAT[0]]} | answers
-    found, reason = formats.examine(row, "preference")
+    found, reason = formats.convert(row, "preference")
     assert not reason and (found["chosen"], found["rejected"]) == ([as_assistant("chosen")], [as_assistant("rejected")])
-    found, reason = formats.examine(row | {"rejected": answers["rejected"] + answers["chosen"]}, "preference")
+    found, reason = formats.convert(row | {"rejected": answers["rejected"] + answers["chosen"]}, "preference")
     assert found is None and "count in the loss" in reason
     same = [as_assistant("chosen"), CHAT[0]]
-    assert formats.examine(row | {"rejected": same}, "preference")[0] is None
+    assert formats.convert(row | {"rejected": same}, "preference")[0] is None
 
 
 PARTS = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
@@ -398,8 +398,8 @@ def test_odd_rows_are_converted_or_skipped(format):
     for row in ODD * 60:
         changed = change(row, rng)
         row = changed if isinstance(changed, dict) and changed else row
-        converted, reason = formats.examine(row, format, structs=rng.choice([(), ("messages",)]))
+        converted, reason = formats.convert(row, format, structs=rng.choice([(), ("messages",)]))
         assert bool(converted) != bool(reason)
         if converted:
             json.dumps(converted)
-            formats.kind_of_conversation(converted)
+            conversion.kind_of_conversation(converted)

@@ -4,7 +4,7 @@ import base64
 import io
 
 from harness.data.conversion import cut_texts_of_row
-from harness.data.formats import examine
+from harness.data.formats import convert
 from harness.data.images import decode, find_file, size_of
 from harness.messages import RefusedRow, UserError
 
@@ -70,13 +70,13 @@ def test_path_in_a_dataset_of_the_hub_is_refused():
 @pytest.mark.parametrize("value", [base64.b64encode(b"cat" * 1000).decode(), "data:image/png;base64,a", ["cat.png"]])
 def test_images_that_are_none(value):
     """Base64 without or with a wrong URL, and a list."""
-    converted, reason = examine(ASKED | {"images": [value]}, "images")
+    converted, reason = convert(ASKED | {"images": [value]}, "images")
     assert converted is None and len(reason) < 100
 
 
 @pytest.mark.parametrize("value", [[""], [None], [None, "cat.png"]])
 def test_empty_images_are_none(value):
-    converted, _ = examine(ASKED | {"images": value}, "images")
+    converted, _ = convert(ASKED | {"images": value}, "images")
     assert [image["path"] for image in converted["images"]] == value[1:]
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 from harness.data.chat_templates import check_conversations, fit_template, training_template
-from harness.data.formats import examine, split_answers
+from harness.data.conversion import split_answers
+from harness.data.formats import convert
 from harness.data.images import ImageCollator, as_parts, decode, limit_pixels, tokens_of_size
 from harness.data.loading import load_rows
 from harness.data.tokenization import load_processor, tokenize, tokens_of_conversation
@@ -220,7 +221,7 @@ def test_mark_in_an_answer_is_a_text(processor):
     """It is neither a place for an image nor one of the tokens of an image."""
     row = asked("Look") | {"images": [as_url(picture())]}
     row["messages"][1] = ANSWER | {"content": "Use the `<image>` tag"}
-    converted, _ = examine(row, "images")
+    converted, _ = convert(row, "images")
     assert converted["messages"][0]["content"] == "<image>Look"
     labels = tokens_of_conversation(converted, processor, training_template(processor.tokenizer), False)["labels"]
     assert "Use the `<image>` tag" in processor.decode([label for label in labels if label >= 0])

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from harness.data import loading, reading
 from harness.data.loading import load_rows
-from harness.data.reading import print_ignored_files
 from harness.start.arguments import ScriptArguments, settings_of_data
 
 import datasets
@@ -222,14 +221,15 @@ def test_which_files_and_splits_are_read_is_printed(tmp_path, capsys):
     """Files of another format or compression are named, because they are not read."""
     for name, count in (("a", 30), ("b", 12), ("my_test", 5)):
         write_rows(tmp_path / f"{name}.jsonl", texts(count))
-    print_ignored_files(str(tmp_path), None)
-    assert not capsys.readouterr().out
+    data = data_settings(tmp_path, ("text",))
+    load_rows(data)
+    assert "ignoring" not in capsys.readouterr().out
     for name in ("c.jsonl.bz2", "d.csv"):
         (tmp_path / name).write_bytes(b"BZh9")
-    print_ignored_files(str(tmp_path), None)
-    assert "ignoring c.jsonl.bz2, d.csv: " in capsys.readouterr().out
-    load_rows(data_settings(tmp_path, ("text",)))
-    assert "42 of 42 rows are trained on; split test is for evaluation" in capsys.readouterr().out
+    load_rows(data)
+    printed = capsys.readouterr().out
+    assert "ignoring c.jsonl.bz2, d.csv: " in printed
+    assert "42 of 42 rows are trained on; split test is for evaluation" in printed
 
 
 def test_column_map(tmp_path, error_of):

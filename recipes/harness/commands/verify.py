@@ -202,9 +202,11 @@ def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict
     options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
     try:
         ((_, fitted),) = fit_calls(tokenizer, [("", {"messages": turns})])
-        images = row["images"][: count_marks(turns)] if processor else None  # those of later turns are not in this prompt
         options |= {"add_generation_prompt": True}
-        return encode_turns(processor or tokenizer, fitted["messages"], images, **options)["input_ids"]
+        if processor:
+            images = row["images"][: count_marks(turns)]  # those of later turns are not in this prompt
+            return encode_turns(processor, fitted["messages"], images, **options)["input_ids"]
+        return tokenizer.apply_chat_template(fitted["messages"], return_dict=True, **options)["input_ids"]
     except UserError:
         raise
     except Exception:  # a template is a program: it can fail in any way

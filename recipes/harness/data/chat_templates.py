@@ -17,19 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.data.conversion import PlacedRow
-from harness.data.formats import (
-    CONVERSATIONS,
-    TEMPLATE_ARGUMENTS,
-    has_untrained_turn,
-    other_keys,
-    split_answers,
-    turns_of,
-    with_text_arguments,
-)
+from harness.data.conversion import other_keys, split_answers, turns_of
+from harness.data.formats import CONVERSATIONS
 from harness.data.images import IMAGE, as_parts
+from harness.data.reading import PlacedRow
 from harness.data.settings import DataSettings
-from harness.data.turns import REASONING, THOUGHT, without
+from harness.data.turns import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, without
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 from harness.runs import PROJECT
@@ -166,13 +159,16 @@ def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | N
     `template`: None for the tokenizer's own. A template without tool calls needs nothing.
     """
     arguments = {"city": "Paris"}
-    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
-    asking = {"role": "assistant", "content": "", "tool_calls": [call]}
-    row = {"messages": [QUESTION, asking, {"role": "tool", "content": "1"}, ANSWER]}
-    of_object = _text_of_row(tokenizer, row, template) or ""
+    texts = []
+    for form in (arguments, json.dumps(arguments)):
+        call = {"type": "function", "function": {"name": "look", "arguments": form}}
+        asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+        turns = [QUESTION, asking, {"role": "tool", "content": "1"}, ANSWER]
+        texts.append(_text_of(tokenizer, turns, chat_template=template) or "")
+    of_object, of_text = texts
     if "Paris" in of_object and str(arguments) not in of_object:
         return False
-    return json.dumps(arguments) in (_text_of_row(tokenizer, with_text_arguments(row), template) or "")
+    return json.dumps(arguments) in of_text
 
 
 def fit_calls(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
@@ -180,6 +176,17 @@ def fit_calls(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], templat
     if not expects_text_arguments(tokenizer, template):
         return rows
     return [(place, with_text_arguments(row)) for place, row in rows]
+
+
+def with_text_arguments(row: dict) -> dict:
+    """A converted row in which the arguments of tool calls are JSON, as in OpenAI's form, not objects."""
+    row = copy.deepcopy(row)
+    for turn in turns_of(row):
+        for call in turn.get("tool_calls") or []:
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return row
 
 
 def check_conversations(
@@ -290,6 +297,11 @@ def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[
         if not template or _text_of_row(tokenizer, row, template) != _text_of_row(tokenizer, fitted):
             return place, row
     return None
+
+
+def has_untrained_turn(row: dict) -> bool:
+    """Whether a turn of a converted row is marked not to count in the loss."""
+    return any(not turn.get("train", True) for turn in turns_of(row))
 
 
 def contradicts_no_thinking(row: dict) -> bool:

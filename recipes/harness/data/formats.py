@@ -1,6 +1,6 @@
 """The formats of rows that a recipe can train on, and how a row is converted to one of them.
 
-`examine` takes a row as it was read, and returns it in a format, or why it is skipped. Turns are read in turns.py.
+`convert` takes a row as it was read, and returns it in a format, or why it is skipped. Turns are read in turns.py.
 
 - text: {text_field: str}
 - messages: {"messages": [{"role": str, "content": str}, …]}, or "prompt" and "completion" as lists of messages; also with
@@ -15,49 +15,29 @@ For `messages` and `prompt_completion`, preference data is read as `prompt` and 
 `rejected`.
 """
 
-import copy
-import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
-from harness.compat.datasets import store_json_exactly
 from harness.data import images
 from harness.data.turns import (
     CONVERSATION_COLUMNS,
-    END_OF_THINK,
-    KEYS_OF_CALL,
-    is_conversation,
+    TEMPLATE_ARGUMENTS,
+    check_answers,
     is_nothing,
-    join_tools,
     read_json,
-    read_text,
-    read_tools,
     read_turn,
     read_turns,
+    row_of_turns,
     text_of,
+    with_turns_in_json,
     without,
 )
 from harness.messages import SkippedRow
 
-from datasets import Features, Json, List, Value
-
-TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # a column that goes to the chat template, as the tools do
-TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns of a converted row that have turns
-KNOWN_KEYS = (
-    "role",
-    "content",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "thinking",
-    "train",
-)  # of a turn of a converted row
 CONVERSATIONS = ("messages", "images", "preference")  # formats whose rows a chat template renders
-WITH_IMAGES = ", images"  # in the kind of a conversation
 
 
-def examine(
+def convert(
     row: dict,
     format: str,
     text_field: str = "text",
@@ -150,26 +130,26 @@ def _to_messages(row: dict, text_field: str) -> dict:
     """A row with messages, or with a prompt and a completion that are messages. Raises SkippedRow if it has no answer."""
     if is_preference(row):
         row = _of_preference(row)
+    row = with_turns_in_json(row, ("prompt", "completion"))
     for column in CONVERSATION_COLUMNS:
         turns = read_turns(row.get(column), column)
         if turns:
-            converted = _conversation(row, messages=turns)
-            _check_answers(converted["messages"])
-            _check_answers(converted["messages"][1:], "whose only answer is its first message")
+            converted = row_of_turns(row, messages=turns)
+            check_answers(converted["messages"])
+            check_answers(converted["messages"][1:], "whose only answer is its first message")
             return converted
-    row = _with_turns_in_json(row, ("prompt", "completion"))
     if _has(row, "prompt") and _has(row, "completion"):
         prompt = _turns(row, "prompt", "user")
         completion = _turns(row, "completion", "assistant")
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list | dict):
-            _check_answers(completion)
-            return _conversation(row, prompt=prompt, completion=completion)
+            check_answers(completion)
+            return row_of_turns(row, prompt=prompt, completion=completion)
         turns = prompt + completion
     elif _has(row, "instruction") and _has(row, "output"):
         turns = _pair(_task(row, "instruction"), _text(row, "output"))
     else:
         raise SkippedRow("without messages that have an answer, and without a prompt and a completion")
-    return _conversation(row, messages=_history(row) + turns)
+    return row_of_turns(row, messages=_history(row) + turns)
 
 
 def _to_images(row: dict, text_field: str) -> dict:
@@ -182,18 +162,7 @@ def _to_images(row: dict, text_field: str) -> dict:
     if "completion" in converted:
         converted = as_messages(converted)
     found = images.read_row(row, of_parts)
-    return converted | {"messages": images.place_images(converted["messages"], len(found)), "images": found}
-
-
-def _with_turns_in_json(row: dict, columns: tuple[str, ...]) -> dict:
-    """`row` with the turns that its texts in `columns` have as JSON, if all of them do: else such a text stays a text."""
-    read = {}
-    for column in columns:
-        if isinstance(row.get(column), str):
-            read[column] = read_json(row[column])
-            if not is_conversation(read[column]):
-                return row
-    return row | read
+    return converted | {"messages": images.add_marks(converted["messages"], len(found)), "images": found}
 
 
 def _turns(row: dict, column: str, role: str) -> list[dict]:
@@ -227,54 +196,12 @@ def _history(row: dict) -> list[dict]:
     return turns
 
 
-def _conversation(row: dict, **columns: list[dict]) -> dict:
-    """A converted row of the turns in `columns`, with the system message, the tools and the template's arguments of `row`."""
-    converted: dict[str, Any] = {}
-    tools = [read_tools(row)]
-    system = read_text(row.get("system"), "whose system")
-    for column, turns in columns.items():
-        if not converted:
-            turns = _with_system(turns, system)
-        kept = converted[column] = []
-        for turn in turns:
-            if turn["role"] == "system":
-                tools.append(turn.get("tools", []))
-                turn = without(turn, "tools")
-            if turn["role"] != "system" or turn["content"].strip():
-                kept.append(turn)
-    found = join_tools(*tools)
-    if found:
-        converted["tools"] = found
-    arguments = read_json(row.get(TEMPLATE_ARGUMENTS)) or {}
-    if not isinstance(arguments, dict):
-        raise SkippedRow(f"whose {TEMPLATE_ARGUMENTS} is not an object")
-    return converted | ({TEMPLATE_ARGUMENTS: arguments} if arguments else {})
-
-
-def _with_system(turns: list[dict], text: str) -> list[dict]:
-    """`turns` with a system message, if there is one. Raises SkippedRow if they begin with another one."""
-    first = ""
-    if turns and turns[0]["role"] == "system":
-        first = turns[0]["content"].strip()
-    if first and text.strip() not in ("", first):
-        raise SkippedRow("with different system messages in two places")
-    if first or not text.strip():
-        return turns
-    return [{"role": "system", "content": text}, *turns]
-
-
-def _check_answers(turns: list[dict], reason: str = "without an answer that counts in the loss") -> None:
-    """Raises SkippedRow unless one of the turns is an answer that counts in the loss."""
-    if not any(turn["role"] == "assistant" and turn.get("train", True) for turn in turns):
-        raise SkippedRow(reason)
-
-
 def _of_preference(row: dict) -> dict:
     """A row of preference data with `chosen` in the columns of `messages`, or of `prompt` and `completion`.
 
     TRL's two forms: `chosen` is the answer to `prompt`, or the whole conversation. Each is a text or a list of messages.
     """
-    row = _with_turns_in_json(row, ("prompt", "chosen"))
+    row = with_turns_in_json(row, ("prompt", "chosen"))
     chosen = row["chosen"]
     if isinstance(chosen, list):
         chosen = read_turns(chosen, "chosen")
@@ -304,7 +231,7 @@ def _what_is_said(turn: dict) -> tuple:
 
 def _to_preference(row: dict, text_field: str) -> dict:
     """A row with the turns before the answers as `prompt`, and a chosen and a rejected answer; all three lists of messages."""
-    row = _with_turns_in_json(row, ("prompt", "chosen", "rejected"))
+    row = with_turns_in_json(row, ("prompt", "chosen", "rejected"))
     chosen = _turns(row, "chosen", "assistant")
     rejected = _turns(row, "rejected", "assistant")
     if not chosen or not rejected:
@@ -331,7 +258,7 @@ def _to_preference(row: dict, text_field: str) -> dict:
         raise SkippedRow("whose chosen and rejected answers are the same")
     if any(turn["role"] != "assistant" for turn in chosen + rejected):
         raise SkippedRow("whose answers have turns of a user or a tool in them, which would count in the loss")
-    return _conversation(row, prompt=prompt, chosen=chosen, rejected=rejected)
+    return row_of_turns(row, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def _prompt_of_answers(row: dict) -> list[dict]:
@@ -350,7 +277,7 @@ def _prompt_of_answers(row: dict) -> list[dict]:
 
 def _without_last_questions(turns: list[dict]) -> list[dict]:
     """The turns up to the last answer."""
-    _check_answers(turns)
+    check_answers(turns)
     last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant")
     return turns[: last + 1]
 
@@ -377,46 +304,12 @@ DESCRIPTIONS = {
 }
 
 
-@functools.cache
-def stored_features(format: str, text_field: str) -> Features:
-    """The columns of converted rows. Turns are JSON, because Arrow would give every turn the keys of all others as null."""
-    columns = {
-        "": (),
-        "text": (text_field,),
-        "prompt_completion": ("prompt", "completion"),
-        "instruction": ("instruction", "input", "output"),
-        "question_answer": ("question", "answer"),
-        "messages": ("messages", "prompt", "completion", "tools"),
-        "images": ("messages", "tools"),
-        "preference": ("prompt", "chosen", "rejected", "tools"),
-    }[format]
-    if format not in CONVERSATIONS:
-        return Features(dict.fromkeys(columns, Value("string")))
-    store_json_exactly()
-    of_images = {"images": images.FEATURE} if format == "images" else {}
-    return Features(dict.fromkeys(columns, List(Json())) | of_images | {TEMPLATE_ARGUMENTS: Json()})
-
-
-def complete(row: dict, features: Features) -> dict:
-    """`row` with all columns of `features`. TRL passes `chat_template_kwargs` on, so it must not be null."""
-    return {name: row.get(name, {} if name == TEMPLATE_ARGUMENTS else None) for name in features}
-
-
-def turns_of(row: dict) -> list[dict]:
-    """All turns of a converted row; [] of a row of texts."""
-    turns = []
-    for column in TURNS:
-        if isinstance(row.get(column), list):
-            turns += row[column]
-    return turns
-
-
 def as_messages(row: dict) -> dict:
     """A converted row with `messages` instead of `prompt` and `completion`; the prompt's answers do not count in the loss."""
-    return {"messages": _as_context(row["prompt"]) + row["completion"], **without(row, "prompt", "completion")}
+    return {"messages": as_context(row["prompt"]) + row["completion"], **without(row, "prompt", "completion")}
 
 
-def _as_context(turns: list[dict]) -> list[dict]:
+def as_context(turns: list[dict]) -> list[dict]:
     """The same turns, none of which counts in the loss."""
     found = []
     for turn in turns:
@@ -424,71 +317,3 @@ def _as_context(turns: list[dict]) -> list[dict]:
             turn = turn | {"train": False}
         found.append(turn)
     return found
-
-
-def split_answers(row: dict) -> list[dict]:
-    """One row for every answer of a conversation that counts in the loss; the turns before it are its context."""
-    turns = turns_of(row)
-    first = 1  # a first message never counts
-    if "messages" not in row:
-        first = len(row["prompt"])
-    rows = []
-    for index in range(first, len(turns)):
-        if turns[index]["role"] == "assistant" and turns[index].get("train", True):
-            part = without(row, *TURNS) | {"messages": [*_as_context(turns[:index]), turns[index]]}
-            if "images" in row:  # those of later turns are not in this row
-                part["images"] = row["images"][: images.count_marks(part["messages"])]
-            rows.append(part)
-    return rows
-
-
-def has_untrained_turn(row: dict) -> bool:
-    """Whether a turn of a converted row is marked not to count in the loss."""
-    return any(not turn.get("train", True) for turn in turns_of(row))
-
-
-def kind_of_conversation(row: dict) -> str:
-    """What the turns of a converted row have: "user assistant+calls tool assistant+thought, tools, images"; "" without turns.
-
-    Also the names of keys that only some chat templates read: "user+key:name".
-    """
-    words = []
-    for turn in turns_of(row):
-        word = turn["role"]
-        if "tool_calls" in turn:
-            word += "+calls"
-        if "reasoning_content" in turn or END_OF_THINK in turn["content"]:
-            word += "+thought"
-        if not turn.get("train", True):
-            word += "+untrained"
-        words.append("+key:".join([word, *other_keys(turn)]))
-    kind = " ".join(words)
-    if row.get("tools"):
-        kind += ", tools"
-    if row.get("images"):
-        kind += WITH_IMAGES
-    return kind
-
-
-def other_keys(turn: dict) -> list[str]:
-    """The keys of a turn of a converted row, and of its calls, that have a value and that only some chat templates read."""
-    keys: dict[str, None] = {}  # in order
-    for key, value in turn.items():
-        if key not in KNOWN_KEYS and not is_nothing(value):
-            keys[key] = None
-    for call in turn.get("tool_calls", []):
-        for key, value in call.items():
-            if key not in KEYS_OF_CALL and not is_nothing(value):
-                keys[f"tool_calls.{key}"] = None
-    return list(keys)
-
-
-def with_text_arguments(row: dict) -> dict:
-    """A converted row in which the arguments of tool calls are JSON, as in OpenAI's form, not objects."""
-    row = copy.deepcopy(row)
-    for turn in turns_of(row):
-        for call in turn.get("tool_calls") or []:
-            function = call["function"]
-            if not isinstance(function["arguments"], str):
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return row

@@ -113,7 +113,7 @@ def _read_image(image: Any) -> dict:
     raise SkippedRow(f"with an image that is neither a path nor the bytes of a file, but a {type(image).__name__}")
 
 
-def place_images(turns: list[dict], count: int) -> list[dict]:
+def add_marks(turns: list[dict], count: int) -> list[dict]:
     """Turns with as many marks as there are images. Without any mark, the images come first in the first question, as in TRL."""
     marks = count_marks(turns)
     if marks == count:
@@ -126,8 +126,8 @@ def place_images(turns: list[dict], count: int) -> list[dict]:
         )
     first = roles.index("user")
     question = turns[first]
-    placed = question | {"content": IMAGE * count + question["content"]}
-    return [*turns[:first], placed, *turns[first + 1 :]]
+    marked = question | {"content": IMAGE * count + question["content"]}
+    return [*turns[:first], marked, *turns[first + 1 :]]
 
 
 def count_marks(turns: list[dict]) -> int:
@@ -255,16 +255,12 @@ def as_parts(turns: list[dict]) -> list[dict]:
     return changed
 
 
-def encode_turns(processor: Any, turns: list[dict], images: list[dict] | None, **options: Any) -> dict[str, list[int]]:
-    """What `apply_chat_template` with `options` makes of a conversation: `input_ids`, and `assistant_masks` if asked.
+def encode_turns(processor: Any, turns: list[dict], images: list[dict], **options: Any) -> dict[str, list[int]]:
+    """What `apply_chat_template` of a processor makes of a conversation: `input_ids`, and `assistant_masks` if asked.
 
-    Args:
-        processor: a tokenizer if there can be no images.
-        images: one for each IMAGE in `turns`; None if there can be none. The processor raises ValueError unless the template
-            writes a place for each, and for nothing else.
+    `images`: one for each IMAGE in `turns`. The processor raises ValueError unless the template writes a place for each, and for
+    nothing else.
     """
-    if images is None:
-        return processor.apply_chat_template(turns, return_dict=True, **options)
     from harness.compat.transformers import without_pixels  # which imports torch
 
     left = iter(images)

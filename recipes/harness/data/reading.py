@@ -1,35 +1,39 @@
 """From --dataset_name to splits of rows as the files have them, for a run, a rehearsal, a preview and a plan.
 
-`datasets` reads Parquet, Arrow, saved datasets and the Hub; text_rows.py reads JSON, CSV and text.
+`datasets` reads Parquet, Arrow, saved datasets and the Hub; JSON, CSV and text are read here.
 """
 
 import csv
+import functools
 import glob
 import gzip
-import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from logging import ERROR, getLogger
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.data.settings import DataSettings, Source
 from harness.data.stream_rows import features_of_files, open_parquet
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 
 import pyarrow.parquet
-from datasets import Dataset, DatasetDict, Features, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets.features.features import require_decoding
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-Split = Dataset | IterableDataset
+Rows = Dataset | IterableDataset  # of a split, as its files have them
+PlacedRow = tuple[str, dict]  # where a row is, in words, and the row
 NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements)\b.*|.*\.(py|sh|yaml|yml|lock)$")
 # The split that a word in the name of a file or folder stands for, as in `datasets`.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
 SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
+EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
 PLACE = "_place"  # columns of rows of text files
 ROW = "_row"
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
@@ -86,25 +90,9 @@ def is_small(name: str | None) -> bool:
     return bool(files) and size <= SMALL
 
 
-def checksum_of_code() -> str:
-    """Any change in this folder converts all rows again: simpler than to know which modules can change a row."""
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(code).hexdigest()
-
-
-def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list) -> Dataset:
-    """A dataset of `rows()`, made by the first process that asks; all others wait, and read it from the cache of `datasets`.
-
-    `key`: what the rows depend on besides the code.
-    """
-    getLogger("datasets.builder").setLevel(ERROR)
-    fingerprint = hashlib.sha256(repr([key, features, checksum_of_code()]).encode()).hexdigest()[:32]
-    return Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
-
-
 def open_splits(
     name: str, config: str | None, streaming: bool, text_rows: str | None = None, keeps_lines: bool = True
-) -> dict[str, Split]:
+) -> dict[str, Rows]:
     """All splits of a dataset: in memory or as streams. Raises UserError if the dataset cannot be opened.
 
     `text_rows`: what a row of a text file is: "line" or "document". None: a document in Markdown files and where
@@ -129,6 +117,58 @@ def open_splits(
             if files and all(file.endswith(".parquet") for file in itertools.chain(*files.values())):
                 return {str(split): open_parquet(list(of_split), split, builder.info) for split, of_split in files.items()}
         return load_dataset(name, config, streaming=streaming)
+
+
+def open_dataset(data: DataSettings, source: Source, streaming: bool) -> dict[str, Rows]:
+    """All splits of a dataset. Raises UserError if it cannot be opened.
+
+    For a recipe with formats, images, audio and videos stay as they are: they can be URLs to request.
+    """
+    splits = open_splits(source.name, source.config, streaming, source.text_rows, keeps_lines=bool(data.formats))
+    if not data.formats:
+        return splits
+    return {split: without_decoding(rows, "images" in data.formats) for split, rows in splits.items()}
+
+
+def without_decoding(rows: Rows, keeps_nested: bool) -> Rows:
+    """`keeps_nested`: also images in lists and objects, which `datasets` copies to change how they are read."""
+    for name, feature in (rows.features or {}).items():
+        if not require_decoding(feature) or "Json(" in repr(feature):
+            continue
+        if isinstance(rows, IterableDataset):
+            return rows.decode(False)
+        if keeps_nested or hasattr(feature, "decode"):
+            rows = rows.cast_column(name, rows.to_iterable_dataset().decode(False).features[name])
+        else:
+            rows = rows.remove_columns(name)
+    return rows
+
+
+def evaluation_split(source: Source, splits: Collection[str], is_given: bool) -> str:
+    """The name of the split to evaluate on, which need not be there: of the flag or recipe, else one that is usually called so.
+
+    `is_given`: by the flag. Raises UserError unless the splits of the flags exist and are two.
+    """
+    train = source.train_split
+    test = source.test_split
+    if test not in splits and not is_given:
+        test = next((split for split in EVALUATION_SPLITS if split in splits and split != train), test)
+    if train not in splits or test == train or (is_given and test not in splits):
+        raise UserError(
+            f"--dataset_train_split {train}, --dataset_test_split {test}: {source.display_name} has the splits "
+            f"{', '.join(splits)}: pass two of them; without --dataset_test_split some rows are held out"
+        )
+    return test
+
+
+def with_places(rows: Rows, name: str, split: str) -> Iterator[PlacedRow]:
+    """Rows with their places in words: a line of a file, or the number of a row of a split."""
+    with hub_errors("dataset", name):
+        for number, row in enumerate(rows, 1):
+            if ROW in row:
+                yield row[PLACE], row[ROW]
+            else:
+                yield f"{name}, row {number} of {split}", row
 
 
 def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]:
@@ -157,7 +197,7 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
+def _open_saved(folder: Path, streaming: bool) -> dict[str, Rows] | None:
     """The splits of a folder that `save_to_disk` has written, None for another folder."""
     if not _is_saved(folder):
         return None
@@ -169,9 +209,9 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     return dict(splits)
 
 
-def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None, keeps_lines: bool) -> dict[str, Split]:
+def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None, keeps_lines: bool) -> dict[str, Rows]:
     """The rows of each split of local files. See `open_splits`."""
-    by_split, kind, _ = choose_files(name, config)
+    by_split, kind = choose_files(name, config)
     with hub_errors("dataset", name):
         if kind in ("parquet", "arrow"):
             return {split: _open_tables(paths, kind, streaming) for split, paths in by_split.items()}
@@ -200,54 +240,48 @@ def _placed_rows(files: list[str], kind: str, row_of: str) -> Iterator[dict]:
             yield {PLACE: f"{file}, line {line}", ROW: row}
 
 
-def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[Path]], str, list[Path]]:
-    """The files to read by split, their kind, and the ignored files: those of other kinds, and those named after no split.
+def choose_files(name: str, config: str | None) -> tuple[dict[str, list[Path]], str]:
+    """The files to read by split, and their kind. Prints which files of a folder are not read.
 
     A folder is read in one format. In a folder with configs only their files count.
     """
     paths = _local_paths(name)
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     if folder and (configured := _configured_files(folder, config)):
-        return configured, SUFFIXES.get(suffix_of(next(iter(configured.values()))[0]), "text"), []
+        return configured, kind_of(next(iter(configured.values()))[0]) or "text"
     if config not in (None, "default"):  # all would be read
         raise UserError(f"--dataset_config: {name} has no configs in a README.md: leave it out")
-    by_kind: dict[str, list[Path]] = {}
-    for path in local_files(name):
-        if path in paths or not NOT_DATA.match(path.name):
-            by_kind.setdefault(SUFFIXES.get(suffix_of(path), ""), []).append(path)  # "": also of another compression
-    ignored = by_kind.pop("", [])
-    if not by_kind:
+    files = [path for path in local_files(name) if path in paths or not NOT_DATA.match(path.name)]
+    counts = Counter(filter(None, map(kind_of, files)))
+    if not counts:
         raise UserError(f"--dataset_name: {name}: no files found that end with {', '.join(SUFFIXES)}, also {COMPRESSED}")
-    kind = max(by_kind, key=lambda kind: (kind != "text", len(by_kind[kind])))
-    chosen = by_kind.pop(kind)
-    ignored += itertools.chain(*by_kind.values())
-    if not folder and len(chosen) == 1:
-        return {"train": chosen}, kind, ignored
-    splits: dict[str, list[Path]] = {}
-    for path in chosen:
-        splits.setdefault(_split_of(path.relative_to(folder or path.parent)), []).append(path)
-    unnamed = splits.pop("", [])
-    if "train" in splits:
-        return splits, kind, ignored + unnamed
-    return {"train": unnamed} | splits if unnamed else splits, kind, ignored
+    kind = max(counts, key=lambda kind: (kind != "text", counts[kind]))
+    by_split: dict[str, list[Path]] = {}
+    unnamed = []
+    for path in files:
+        if kind_of(path) == kind:
+            split = _split_of(path.relative_to(folder or path.parent))
+            if split and (folder or counts[kind] > 1):
+                by_split.setdefault(split, []).append(path)
+            else:
+                unnamed.append(path)
+    if unnamed and "train" not in by_split:
+        by_split = {"train": unnamed} | by_split
+    read = {*itertools.chain(*by_split.values())}
+    _print_ignored(name, tuple(path.name for path in files if path not in read))
+    return by_split, kind
 
 
-def print_ignored_files(name: str, config: str | None) -> None:
-    """Prints which files of a folder are not read, as compressed ones: else a run trains on less than its user thinks."""
-    paths = _local_paths(name)
-    ignored = []
-    if paths and not _is_saved(paths[0]):
-        ignored = choose_files(name, config)[2]
+@functools.cache  # once per process: --preview counts the rows of large files later
+def _print_ignored(name: str, ignored: tuple[str, ...]) -> None:
+    """Prints which files are not read, as compressed ones: else a run trains on less than its user thinks."""
     if ignored:
-        names = [file.name for file in ignored[:5]]
-        if len(ignored) > 5:
-            names.append("…")
-        shown = ", ".join(names)
+        shown = ", ".join(ignored[:5]) + (", …" if len(ignored) > 5 else "")
         print_once(f"{name}: ignoring {shown}: of another format or compression, or not named after a split as other files are.")
 
 
-def _split_of(path: Path) -> str:
-    """The split that a file or its folder is named after, for example of my_test.jsonl and validation/1.csv; "" without one."""
+def _split_of(path: Path) -> str | None:
+    """The split that a file or its folder is named after, for example of my_test.jsonl and validation/1.csv; None without one."""
     sharded = re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name)
     if sharded:
         return sharded[1]
@@ -255,7 +289,7 @@ def _split_of(path: Path) -> str:
         for word in re.split("[-._ 0-9]+", part.lower()):
             if word in SPLITS:
                 return SPLITS[word]
-    return ""
+    return None
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -269,7 +303,7 @@ def _files_below(folder: Path) -> list[Path]:
     return files
 
 
-def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
+def _open_tables(files: list[Path], kind: str, streaming: bool) -> Rows:
     """Parquet or Arrow files; those of Parquet without a column that others have become rows in which it is null.
 
     Parquet files without rows are skipped, unless all are: `datasets` fails at them.
@@ -303,6 +337,11 @@ DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity ar
 def suffix_of(path: Path) -> str:
     """The suffix in small letters, without that of a compression."""
     return Path(path.name.lower().removesuffix(COMPRESSED)).suffix
+
+
+def kind_of(path: Path) -> str:
+    """The kind of a file; "" for one that is not read, also because of its compression."""
+    return SUFFIXES.get(suffix_of(path), "")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,12 +1,10 @@
 """Which datasets and splits a run reads, and how; the rows and tokens of a step."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.messages import UserError, plural
-
-EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
+from harness.messages import plural
 
 
 @dataclass(frozen=True)
@@ -66,23 +64,6 @@ class DataSettings:
     def with_each(self, **changes: Any) -> "DataSettings":
         """The settings with changed values of every source."""
         return replace(self, sources=tuple(replace(source, **changes) for source in self.sources))
-
-
-def evaluation_split(source: Source, splits: Collection[str], is_given: bool) -> str:
-    """The name of the split to evaluate on, which need not be there: of the flag or recipe, else one that is usually called so.
-
-    `is_given`: by the flag. Raises UserError unless the splits of the flags exist and are two.
-    """
-    train = source.train_split
-    test = source.test_split
-    if test not in splits and not is_given:
-        test = next((split for split in EVALUATION_SPLITS if split in splits and split != train), test)
-    if train not in splits or test == train or (is_given and test not in splits):
-        raise UserError(
-            f"--dataset_train_split {train}, --dataset_test_split {test}: {source.display_name} has the splits "
-            f"{', '.join(splits)}: pass two of them; without --dataset_test_split some rows are held out"
-        )
-    return test
 
 
 # Adam changes a weight by about the learning rate in a step: in ten steps of 2e-5 by 2e-4, 1 % of a usual weight.

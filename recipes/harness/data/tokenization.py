@@ -195,7 +195,11 @@ def tokens_of_conversation(row: dict, processor: Tokenizer, template: str | None
     `processor`: of rows with images; else the tokenizer.
     """
     turns = row.get("messages") or row["prompt"] + row["completion"]
-    render = functools.partial(images.encode_turns, processor, images=row.get(IMAGES), chat_template=template, **options_of(row))
+    options = {"chat_template": template, **options_of(row)}
+    if row.get(IMAGES) is None:
+        render = functools.partial(processor.apply_chat_template, return_dict=True, **options)
+    else:
+        render = functools.partial(images.encode_turns, processor, images=row[IMAGES], **options)
     start = 0
     try:
         rendered = render(turns, return_assistant_tokens_mask=template is not None)

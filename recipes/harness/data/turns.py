@@ -31,6 +31,7 @@ ROLES = {
 }
 IGNORED = -100  # the label of a token that does not count in the loss
 CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON, and keys of a turn
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # a column that goes to the chat template, as the tools do
 CONVERSATION_COLUMNS = ("messages", "conversations")
 # Names of keys of a turn.
 ROLE = ("role", "from")
@@ -337,13 +338,13 @@ def read_tools(found: dict) -> list[dict]:
         if value is not None and not isinstance(value, list):
             raise SkippedRow("with tools that are not a list")
         tools.append(list(map(_read_tool, value or [])))
-    return join_tools(*tools)
+    return _join_tools(*tools)
 
 
-def join_tools(*places: list[dict]) -> list[dict]:
-    """The tools of several places. Raises SkippedRow if they are not the same."""
+def _join_tools(*lists: list[dict]) -> list[dict]:
+    """The tools in several lists. Raises SkippedRow if they are not the same."""
     found: list[dict] = []
-    for tools in places:
+    for tools in lists:
         if tools and found and tools != found:
             raise SkippedRow("with different tools in two places")
         found = found or tools
@@ -371,3 +372,56 @@ def _read_object(value: Any) -> dict:
     if not isinstance(value, dict):
         raise SkippedRow("with a tool that is not an object, or whose parameters are not")
     return value
+
+
+def with_turns_in_json(row: dict, columns: tuple[str, ...]) -> dict:
+    """`row` with the turns that its texts in `columns` have as JSON, if all of them do: else such a text stays a text."""
+    read = {}
+    for column in columns:
+        if isinstance(row.get(column), str):
+            read[column] = read_json(row[column])
+            if not is_conversation(read[column]):
+                return row
+    return row | read
+
+
+def row_of_turns(row: dict, **columns: list[dict]) -> dict:
+    """A converted row of the turns in `columns`, with the system message, the tools and the template's arguments of `row`."""
+    converted: dict[str, Any] = {}
+    tools = [read_tools(row)]
+    system = read_text(row.get("system"), "whose system")
+    for column, turns in columns.items():
+        if not converted:
+            turns = _with_system(turns, system)
+        kept = converted[column] = []
+        for turn in turns:
+            if turn["role"] == "system":
+                tools.append(turn.get("tools", []))
+                turn = without(turn, "tools")
+            if turn["role"] != "system" or turn["content"].strip():
+                kept.append(turn)
+    found = _join_tools(*tools)
+    if found:
+        converted["tools"] = found
+    arguments = read_json(row.get(TEMPLATE_ARGUMENTS)) or {}
+    if not isinstance(arguments, dict):
+        raise SkippedRow(f"whose {TEMPLATE_ARGUMENTS} is not an object")
+    return converted | ({TEMPLATE_ARGUMENTS: arguments} if arguments else {})
+
+
+def _with_system(turns: list[dict], text: str) -> list[dict]:
+    """`turns` with a system message, if there is one. Raises SkippedRow if they begin with another one."""
+    first = ""
+    if turns and turns[0]["role"] == "system":
+        first = turns[0]["content"].strip()
+    if first and text.strip() not in ("", first):
+        raise SkippedRow("with different system messages in two places")
+    if first or not text.strip():
+        return turns
+    return [{"role": "system", "content": text}, *turns]
+
+
+def check_answers(turns: list[dict], reason: str = "without an answer that counts in the loss") -> None:
+    """Raises SkippedRow unless one of the turns is an answer that counts in the loss."""
+    if not any(turn["role"] == "assistant" and turn.get("train", True) for turn in turns):
+        raise SkippedRow(reason)

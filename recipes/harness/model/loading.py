@@ -9,7 +9,6 @@ from typing import Any
 
 from harness.compat.transformers import build_from_config, load_models_with, read_no_weights, use_no_gpu_kernels
 from harness.compat.trl import compute_loss_without_triton
-from harness.data import reading
 from harness.data.settings import length_of_rows
 from harness.folder import read_json
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
@@ -350,8 +349,6 @@ def check_models(run: Run, arguments: tuple[Any, TrainingArguments, ModelConfig]
     """Raises UserError unless the model (the tiny one of a rehearsal) can be opened and trained. `load` checks the dataset."""
     _, training_args, model_args = arguments
     data = run.data
-    for source in data.sources:
-        reading.print_ignored_files(source.name, source.config)
     display_name = model_args.model_name_or_path
     teacher = getattr(training_args, "teacher_model_name_or_path", None)
     if run.on_cpu:

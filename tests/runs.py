@@ -112,20 +112,24 @@ def build_trainer(recipe, output_dir: Path, *flags):
     return trainers[-1]
 
 
-def add_parts(trainer, loss=None, group=None):
+def add_parts(trainer, loss=None):
     """Adds to a trainer what a run adds; returns it."""
-    from harness.run import training as of_run
+    from harness.run import trainer as of_run
+    from harness.run.checkpoints import WeightsOfModel
 
-    return of_run.add_parts(trainer, group, None, loss=loss)
+    return of_run.add_parts(trainer, WeightsOfModel(trainer.model), (1, 1), loss=loss)
 
 
 def train(trainer, **started) -> None:
     """Does in this process what `train` of a recipe does, started like this. It handles no signal."""
     from harness.run import training
-    from harness.runs import Run
+    from harness.runs import Run, StartedRecipe
 
+    from trl import ModelConfig
+
+    recipe = StartedRecipe(Run("recipe.py", **started), (None, trainer.args, ModelConfig()), trainer)
     with mock.patch.object(training, "set_signal_handler", lambda handler: None):
-        training.run_training(trainer, Run("recipe.py", **started))
+        training.run_training(recipe)
 
 
 def tiny_tokenizer(name: str):

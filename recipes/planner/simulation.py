@@ -21,7 +21,7 @@ from typing import Any
 
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.peft import merge_for_generation
-from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
+from harness.compat.transformers import use_no_gpu_kernels
 from harness.configs import AccelerateConfig
 from harness.data.settings import length_of_rows
 from harness.folder import read_json
@@ -30,9 +30,10 @@ from harness.model.attention import check_packing
 from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture
 from harness.run.generation import micro_batches_of_generation
-from harness.run.losses import Loss, own_loss
+from harness.run.losses import own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
+from harness.run.trainer import TrainerPrecision, add_overrides
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import recipes
 from harness.start.arguments import Arguments
@@ -244,7 +245,8 @@ def simulate_training(
         # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     args.eval_on_start = False  # an evaluation is simulated after the step
-    trainer.add_callback(AfterWrapping(trainer, config, plan.run.processes, Loss(own=own_loss(trainer)), hidden))
+    needs_float32 = own_loss(trainer) is not None
+    trainer.add_callback(AfterWrapping(trainer, config, plan.run.processes, hidden, needs_float32))
     step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
     trainer.add_callback(step)
     count_wrapping(trainer, ledger, fakes)
@@ -400,7 +402,7 @@ def second_models(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Module]]:
                 yield name, module
 
 
-class SimulatedTrainer(TrainerWithHooks):
+class SimulatedTrainer(TrainerPrecision):
     """Trains on fake batches in place of those of the data loader."""
 
     simulated_step: "SimulatedStep"

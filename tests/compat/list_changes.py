@@ -15,11 +15,12 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 def load_all() -> list:
     """Imports every module that may have changes; returns these."""
     sys.path.insert(0, str(RECIPES))
-    modules = [
-        importlib.import_module(f"{package}.{path.stem}")
+    names = [
+        f"{package}.{path.stem}"
         for package in ("harness.compat", "planner")
         for path in sorted((RECIPES / package.replace(".", "/")).glob("*.py"))
     ]
+    modules = [importlib.import_module(name) for name in [*names, "harness.run.trainer"]]
     values = [value for module in modules for value in vars(module).values()]
     functions = [value for value in values if hasattr(value, "change") and not isinstance(value, type)]
     return list({(function.change.module, function.change.name): function.change for function in functions}.values())

@@ -1,4 +1,4 @@
-"""Every change to a library is declared and checked against the installed versions, and only made in two packages."""
+"""Every change to a library is declared and checked against the installed versions; only two packages and RunTrainer make any."""
 
 import ast
 import importlib.metadata
@@ -8,10 +8,12 @@ from pathlib import Path
 
 from harness.compat import guards
 from harness.compat.guards import Change
+from harness.run import trainer
 
 import list_changes
 import pytest
 from conftest import ROOT
+from transformers import Trainer
 
 HARNESS, PLANNER = ROOT / "recipes/harness", ROOT / "recipes/planner"
 CHANGES = sorted(list_changes.load_all(), key=lambda change: (change.module, change.name))
@@ -46,7 +48,7 @@ def decorated(path: Path) -> set[str]:
 
 
 def test_all_changes_are_listed():
-    """Each public function of `compat` is one, and there are none outside of `compat` and the planner."""
+    """Each public function of `compat` is one, and there are none outside of `compat` and the planner but RunTrainer's."""
     found = set()
     for path in (*HARNESS.rglob("*.py"), *PLANNER.rglob("*.py")):
         module = ".".join(path.relative_to(HARNESS.parent).with_suffix("").parts)
@@ -55,7 +57,19 @@ def test_all_changes_are_listed():
             functions = {node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
             assert {name for name in functions if not name.startswith("_")} == decorated(path)
     assert {(change.module, change.name) for change in CHANGES} == found
-    assert all(module.startswith(("harness.compat.", "planner.")) for module, _ in found)
+    elsewhere = {name for name in found if not name[0].startswith(("harness.compat.", "planner."))}
+    assert elsewhere == {("harness.run.trainer", "add_overrides")}
+
+
+def test_methods_of_the_trainer_are_declared():
+    """All methods of transformers that RunTrainer replaces, and the private ones that it calls."""
+    declared = {target.partition("(")[0] for target in trainer.add_overrides.change.targets}
+    tree = ast.parse(Path(trainer.__file__).read_text("utf-8"))
+    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
+    replaced = {name for cls in (trainer.RunTrainer, trainer.TrainerPrecision) for name in vars(cls)}
+    names = {name for name in called | replaced if callable(vars(Trainer).get(name)) and not name.endswith("__")}
+    documented = {"compute_loss", "create_scheduler", "evaluation_loop", "prediction_step"}  # as to be overridden
+    assert {f"transformers:Trainer.{name}" for name in names - documented} == declared
 
 
 # What only `compat` and the planner may do: set an attribute of a library, and use a private name of one.
@@ -64,8 +78,8 @@ def test_all_changes_are_listed():
 class LibraryUse(ast.NodeVisitor):
     """Finds what a file sets or deletes in a library, and the private names that it uses.
 
-    The standard library counts for private names only: programs set `sys.argv`. Private names of any object count but `self` and
-    `cls`: it can be an object of a library.
+    The standard library counts for private names only: programs set `sys.argv`. Private names of any object count but `self`,
+    `cls` and `super()`: it can be an object of a library.
     """
 
     def __init__(self, source: str) -> None:
@@ -117,7 +131,7 @@ class LibraryUse(ast.NodeVisitor):
             self.check_private(node, name)
             if not isinstance(node.ctx, ast.Load):
                 self.check_set(node, name)
-        elif getattr(node.value, "id", "") not in ("self", "cls"):
+        elif ast.unparse(node.value) not in ("self", "cls", "super()"):
             self.check_private(node, node.attr)
         self.generic_visit(node)
 

@@ -23,7 +23,7 @@ def test_rows_that_sft_trainer_tokenizes(fork_launch, workdir, tmp_path):
 
 def test_stream_that_sft_trainer_tokenizes(tmp_path, error_of):
     """It would resume at another row."""
-    from harness.start.arguments import check_rows_of_trl
+    from harness.run.training import check_rows_of_trl
 
     trainer = build_trainer(str(OWN / "mapped_rows.py"), tmp_path)
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()

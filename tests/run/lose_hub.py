@@ -14,14 +14,15 @@ from pathlib import Path
 import harness
 from harness import runs
 from harness.messages import UserError
+from harness.run.checkpoints import WeightsOfModel
 from harness.run.stopping import make_cpu_group
-from harness.run.training import add_parts
+from harness.run.trainer import add_parts
 
 
 def read_two_steps(trainer):
     runs.started().trainer = trainer
     rank, control = trainer.args.process_index, trainer.control
-    parts = add_parts(trainer, make_cpu_group(trainer.args.ddp_timeout), None)
+    parts = add_parts(trainer, WeightsOfModel(trainer.model), (1, 1), make_cpu_group(trainer.args.ddp_timeout))
     loader = iter(trainer.get_train_dataloader())
     trainer.state.max_steps = 2
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from harness import folder
 from harness.messages import UserError
-from harness.run import checkpoints, marker, parameters
+from harness.run import checkpoints, marker
 
 import pytest
 import torch
@@ -185,7 +185,8 @@ def saved_model(request, tmp_path):
         save({"model": model.state_dict()}, checkpoint_id=checkpoint / folder.SHARDED)
     else:
         model.save_pretrained(checkpoint)
-    marker.write_marker(checkpoint, {"files": {"a": [0, ""]}, "trained": parameters.WeightsOfModel(model).trained})
+    trained = checkpoints.WeightsOfModel(model).trained
+    marker.write_marker(checkpoint, {"files": {"a": [0, ""]}, "trained": trained})
     return checkpoint, make
 
 
@@ -193,9 +194,9 @@ def test_weights_of_another_model_are_refused(saved_model, error_of):
     checkpoint, make = saved_model
 
     def problem(model):
-        return error_of(parameters.check_saved_weights, checkpoint, parameters.WeightsOfModel(model))
+        return error_of(checkpoints.check_saved_weights, checkpoint, checkpoints.WeightsOfModel(model))
 
-    parameters.check_saved_weights(checkpoint, parameters.WeightsOfModel(make()))
+    checkpoints.check_saved_weights(checkpoint, checkpoints.WeightsOfModel(make()))
     assert "another shape" in problem(make(hidden_size=16))
     assert "it lacks " in problem(make(num_hidden_layers=3))
     frozen = make()
@@ -237,13 +238,13 @@ def test_names_that_save_pretrained_converts(tmp_path):
 
     saved, model = make(), make()
     saved.save_pretrained(tmp_path)
-    assert not parameters.WeightsOfModel(model).problem(tmp_path)
-    assert parameters.load_converted(model, tmp_path)
+    assert not checkpoints.WeightsOfModel(model).problem(tmp_path)
+    assert checkpoints.load_converted(model, tmp_path)
     for name, weight in saved.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
     with pytest.raises(RuntimeError, match="lacks weights"):
-        parameters.load_converted(make(num_hidden_layers=1), tmp_path)
-    assert parameters.WeightsOfModel(make(num_hidden_layers=3)).problem(tmp_path)
+        checkpoints.load_converted(make(num_hidden_layers=1), tmp_path)
+    assert checkpoints.WeightsOfModel(make(num_hidden_layers=3)).problem(tmp_path)
 
 
 def test_callback_continues_with_its_state(build_trainer):
@@ -337,7 +338,7 @@ def test_save_total_limit(tmp_path, limit, kept):
         (tmp_path / f"checkpoint-{step}").mkdir()
     state = SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0")
     trainer = SimpleNamespace(args=args, state=state, model=torch.nn.Linear(1, 1))
-    checkpoints.Checkpoints(trainer, None)._delete_old(tmp_path / "checkpoint-5")
+    checkpoints.Checkpoints(trainer, None, None, limit, None)._delete_old(tmp_path / "checkpoint-5")
     assert [folder.step_of(path) for path in folder.checkpoints(tmp_path)] == [*[4, 3, 2, 1][:kept], 0]
 
 
@@ -353,7 +354,7 @@ def test_best_checkpoint_is_in_the_output_directory(tmp_path, saved, used):
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1))
     state = transformers.TrainerState(best_model_checkpoint=saved and str(tmp_path / saved))
     args = transformers.TrainingArguments(use_cpu=True)
-    checkpoints.Checkpoints(trainer, None).on_train_begin(args, state, None)
+    checkpoints.Checkpoints(trainer, None, None, None, None).on_train_begin(args, state, None)
     assert state.best_model_checkpoint == (used and str(tmp_path / used))
 
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
-from harness.run.parameters import WeightsOfModel
+from harness.run.checkpoints import WeightsOfModel
 from harness.run.saving import load_original_config, save_model
 from harness.run.sharding import prepare_gradient_scaler, prepare_sharding
 

@@ -1,7 +1,7 @@
 """The schedule of the learning rate in short runs, and phases that do not fit into a run."""
 
 from harness.data.settings import too_few_steps
-from harness.run.schedule import fit_schedule
+from harness.run.trainer import fit_schedule
 
 import pytest
 from runs import add_parts

@@ -9,7 +9,6 @@ from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
-from harness.run.losses import Loss
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_sharding
 
 import pytest
@@ -112,7 +111,7 @@ def test_next_layer_of_experts_is_gathered_early(monkeypatch, tmp_path, one_proc
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, bf16=False))
     for module in (*layers, model):
         fully_shard(module, mesh=one_process)
-    AfterWrapping(trainer, AccelerateConfig(), 1, Loss(own="compute_loss"), []).on_train_begin(None, None, None, model)
+    AfterWrapping(trainer, AccelerateConfig(), 1, [], needs_float32=True).on_train_begin(None, None, None, model)
     layers[0].mlp.register_forward_hook(lambda module, inputs, output: gathered.append("computed"))
     unshard = FSDPParamGroup.unshard
     monkeypatch.setattr(

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 from harness.messages import UserError
 from harness.run import generation, training
-from harness.run.training import keep_workers_after_sigterm
+from harness.run.parameters import count_parameters
+from harness.run.trainer import keep_workers_after_sigterm
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_nothing_to_train_is_an_error(build_trainer, error_of):
     """There would be losses, a gradient norm and an end, for example with GRPO whose adapter is not trained."""
     trainer = build_trainer("qwen2_chat", "--use_peft")
     trainer.model.requires_grad_(False)
-    assert "no parameter of the model is trained" in error_of(training.check_trainer, trainer)
+    assert "no parameter of the model is trained" in error_of(count_parameters, trainer.model)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])
@@ -81,4 +82,4 @@ def test_answers_of_an_evaluation_count_once(processes, answers, rows, is_right)
 def test_reference_model_without_weights_is_an_error(build_trainer, error_of):
     trainer = build_trainer("qwen2_chat")
     trainer.ref_model = torch.nn.Linear(2, 2, device="meta")
-    assert "fsdp_cpu_ram_efficient_loading: false" in error_of(training.check_trainer, trainer)
+    assert "fsdp_cpu_ram_efficient_loading: false" in error_of(training.check_second_models, trainer)

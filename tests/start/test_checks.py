@@ -10,12 +10,12 @@ from unittest.mock import Mock
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.nodes.cluster import Nodes
+from harness.run.training import check_built_trainer
 from harness.runs import Run, StartedRecipe
 from harness.start import claim, launch, machine
 from harness.start.arguments import (
     REFUSED,
     ScriptArguments,
-    check_built_trainer,
     check_flags_have_effect,
     check_generation,
     check_numbers,

@@ -25,7 +25,7 @@ from harness.data.images import size_of, tokens_of_size, with_one_token_each
 from harness.data.settings import is_packed, length_of_rows
 from harness.data.turns import IGNORED
 from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
-from harness.run.documents import Document, documents_of
+from harness.run.samples import Document, documents_of
 from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer

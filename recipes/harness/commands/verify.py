@@ -24,7 +24,6 @@ from harness.data.turns import IGNORED
 from harness.folder import HELD_OUT, RESULTS, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, one_message, print_once
-from harness.run.documents import documents_of
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
@@ -85,6 +84,8 @@ def main(*words: str) -> int:
 
 def read_held_out(folder: Path) -> HeldOut:
     """What the run has written for the comparison."""
+    from harness.run.samples import documents_of
+
     import pyarrow.parquet
 
     held_out = HeldOut({}, [], read_json(folder / RESULTS))

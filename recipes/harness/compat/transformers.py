@@ -4,17 +4,13 @@ import contextlib
 import copy
 import functools
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime, tzinfo
-from pathlib import Path
 from typing import Any
 
 from harness.compat.guards import changes
 
 import torch
-from accelerate.utils import OPTIMIZER_NAME
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.image_utils import make_flat_list_of_images
 
@@ -163,149 +159,6 @@ def set_date_of_chat_templates(moment: datetime | None) -> None:
             return moment
 
     chat_template_utils.datetime = FixedDate if moment else datetime
-
-
-class TrainerWithHooks:
-    """Overrides that call methods of a subclass where Trainer has neither a callback nor a method meant to be overridden.
-
-    See `add_overrides`.
-    """
-
-    is_evaluation_left = False  # after a signal: in an evaluation of `evaluate_unless_stopped`
-
-    def evaluate_unless_stopped(self, evaluate: Callable, restore_random_numbers: Callable) -> dict[str, float] | None:
-        """The metrics of `evaluate()`. If it returns None, the step has no evaluation."""
-        return evaluate()
-
-    def before_checkpoint(self, checkpoint: Path) -> None:
-        """Called on every process before the checkpoint is written."""
-
-    def load_weights(self, checkpoint: Path) -> bool:
-        """Loads the weights of a checkpoint, if `Trainer` cannot, and returns whether it did."""
-        return False
-
-    def see_inputs(self, inputs: Any) -> None:
-        """Called with a micro-batch on the device, with what the trainer has generated for it."""
-
-    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
-        """Sharded 4-bit models compute under autocast in bf16, without autocast's cache of weights.
-
-        accelerate enters autocast for bf16, but also makes FSDP cast all weights, which destroys packed 4-bit ones; so bf16 is
-        off for these models, and autocast with it. The cache would keep a copy of every gathered adapter until the end of the
-        pass.
-        """
-        if self.is_fsdp_enabled and getattr(self.model, "is_loaded_in_4bit", False):
-            return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=False)
-        return super().autocast_smart_context_manager(*args, **kwargs)
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Computes what some trainers generate here in the precision of the training.
-
-        accelerate has put autocast around the forward pass of the outermost module only, and `generate` of an adapter calls
-        another.
-        """
-        with self.accelerator.autocast(), self.autocast_smart_context_manager():
-            prepared = super()._prepare_inputs(inputs)
-        self.see_inputs(prepared)
-        return prepared
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
-        super()._save_checkpoint(model, trial)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: Any) -> None:
-        """transformers loads with `strict=False`: weights whose names `save_pretrained` has converted would stay as they are."""
-        if not self.load_weights(Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, *model)  # that of SentenceTransformerTrainer takes no model
-
-    def _load_best_model(self) -> None:
-        if not self.load_weights(Path(self.state.best_model_checkpoint)):
-            super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
-        """torch requires a state of every sharded weight that is trained, but one without a gradient until then has none.
-
-        A part of a model is never used, or only for some rows. torch makes no state for a frozen weight.
-        """
-        sharded = Path(checkpoint, f"{OPTIMIZER_NAME}_0")
-        without = []
-        if sharded.is_dir():
-            saved = FileSystemReader(sharded).read_metadata().state_dict_metadata
-            with_state = {name.rpartition(".")[0] for name in saved}
-            for name, weight in self.model.named_parameters():
-                plain_name = name.replace("_checkpoint_wrapped_module.", "")  # of activation checkpointing
-                if weight.requires_grad and f"optimizer.state.{plain_name}" not in with_state:
-                    without.append(weight.requires_grad_(False))
-        super()._load_optimizer_and_scheduler(checkpoint)
-        for weight in without:
-            weight.requires_grad_(True)
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Saves at the best evaluation. transformers saves at save_steps only, and the model of the last step at the end."""
-        if metrics is None:  # the evaluation was left
-            return self.control.should_save
-        is_new_best = super()._determine_best_metric(metrics, trial)
-        if is_new_best and self.args.load_best_model_at_end:
-            self.control.should_save = True
-        return is_new_best
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
-        """An evaluation during training, or None if `evaluate_unless_stopped` leaves it; then the step is only saved."""
-        with tempfile.TemporaryDirectory() as folder:
-            self._save_rng_state(folder)
-            return self.evaluate_unless_stopped(
-                functools.partial(super()._evaluate, *args, **kwargs), functools.partial(self._load_rng_state, folder)
-            )
-
-    def load_best_checkpoint(self) -> None:
-        """Loads the weights of the best checkpoint with `load_best_model_at_end`.
-
-        `Trainer.train` does so only after it has trained a step, which a run that was killed after its last step does not.
-        """
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            self._load_best_model()
-
-    def evaluate_step(self) -> None:
-        """Evaluates as `Trainer.train` does: also for a scheduler that depends on the loss, and for the best checkpoint.
-
-        At the step of a checkpoint, so that nothing is saved.
-        """
-        if super()._determine_best_metric(metrics=self._evaluate(None, None), trial=None):
-            self.state.best_model_checkpoint = str(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
-
-
-@changes(
-    "transformers:Trainer.get_train_dataloader(self)",
-    "transformers:Trainer.get_eval_dataloader(self, eval_dataset)",
-    "transformers:Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)",
-    "transformers:Trainer._get_num_items_in_batch(self, batch_samples, device)",
-    "transformers:Trainer.log(self, logs, start_time)",
-    "transformers:Trainer.autocast_smart_context_manager(self, cache_enabled)",
-    "transformers:Trainer._prepare_inputs(self, inputs)",
-    "transformers:Trainer._save_checkpoint(self, model, trial)",
-    "transformers:Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
-    "transformers:Trainer._load_best_model(self)",
-    "transformers:Trainer._load_optimizer_and_scheduler(self, checkpoint)",
-    "transformers:Trainer._save_rng_state(self, output_dir)",
-    "transformers:Trainer._load_rng_state(self, checkpoint)",
-    "transformers:Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)",
-    "transformers:Trainer._determine_best_metric(self, metrics, trial)",
-)
-def add_overrides(trainer: Any, overrides: type[TrainerWithHooks]) -> None:
-    """Puts the methods of `overrides` in front of those of a trainer that a recipe has made, of whatever class.
-
-    The documented way is a subclass of Trainer, but recipes choose the class.
-    Upstream: no issue found for hooks between reading the batches of a step and the gather of their tokens, before a save, and
-    for autocast without a mixed precision policy of FSDP.
-    Checked with: transformers 5.23.0, accelerate 1.15.0.
-    Remove when: TrainerCallback has events for them.
-    """
-    own = type(trainer)
-    # Methods that a recipe has set on the trainer itself would hide those of the class.
-    names = vars(trainer).keys() & (vars(overrides).keys() | vars(TrainerWithHooks).keys())
-    methods = {name: staticmethod(vars(trainer).pop(name)) for name in names}
-    of_recipe = type(own.__name__, (own,), methods) if methods else own
-    trainer.__class__ = type(f"Run{own.__name__}", (overrides, of_recipe), {"__module__": own.__module__})
 
 
 @changes("transformers:PreTrainedModel._no_split_modules")

@@ -16,6 +16,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +165,20 @@ class MicroBatches(torch.utils.data.IterableDataset):
         return rows
 
 
+@dataclass(eq=False)
 class StreamPosition(TrainerCallback):
     """Divides the training stream among the processes, and saves its position in every checkpoint, as stream_PART.json.
 
     transformers and accelerate divide the files among the processes, and read a stream again from its beginning.
     """
 
-    def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
-        self.trainer = trainer
-        self.checkpoint = checkpoint
-        self.stream: dict[str, Any] = {}  # what another stream has not: its shards and its state at the start
-        self.micro_batches: MicroBatches | None = None  # None for data in memory
-        self.loader: DataLoader | None = None  # of a stream; starts at its position
-        self.states: dict[int, dict] = {}  # of the parts that this process saves, after the current step; set by `AgreedReader`
+    trainer: Trainer
+    checkpoint: Path | None  # that the run resumes from
+    stream: dict[str, Any] = field(default_factory=dict)  # what another stream has not: its shards and its state at the start
+    micro_batches: MicroBatches | None = None  # None for data in memory
+    loader: DataLoader | None = None  # of a stream; starts at its position
+    # Of the parts that this process saves, after the current step; set by `AgreedReader`.
+    states: dict[int, dict] = field(default_factory=dict)
 
     def divide(self, loader: DataLoader) -> DataLoader:
         """A loader of the micro-batches of this process, for one that reads a stream; any other as it is."""

@@ -102,11 +102,6 @@ def tokenize(
     return train, evaluated.get("", evaluated)
 
 
-def are_tokenized(training_args: TrainingArguments) -> bool:
-    """Whether SFTTrainer takes the rows as they are: `tokenize` has made them, or the recipe itself."""
-    return bool((getattr(training_args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"))
-
-
 def tokenize_split(
     split: str,
     rows: Rows,

@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 from trl import ModelConfig
@@ -210,19 +210,6 @@ def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Saves a safetensors file that everyone who may read its folder can read; safetensors makes it the owner's alone."""
     save_file(tensors, path, {"format": "pt"})
     path.chmod(path.parent.stat().st_mode & 0o666)
-
-
-def prepare_quantized_model(trainer: Trainer) -> None:
-    """Makes the adapter of a 4-bit model float32 while it computes in bf16.
-
-    TRL casts the adapter to bf16, and Adam's moments with it; bf16 rounds away their decay of 0.1 % per step. Float32 costs
-    8 bytes more per trained parameter.
-    """
-    if not getattr(trainer.model, "is_loaded_in_4bit", False):
-        return
-    for weight in trainer.model.parameters():
-        if weight.requires_grad:
-            weight.data = weight.data.float()
 
 
 def install_byte_check(model: torch.nn.Module) -> None:

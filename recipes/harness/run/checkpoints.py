@@ -1,23 +1,30 @@
-"""The checkpoints of a run: when one is complete, which old ones are deleted, from which one the run resumes."""
+"""The checkpoints of a run: what each must have, when one is complete, which are deleted, from which one the run resumes."""
 
 import copy
 import errno
+import math
 import re
 import shutil
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness import folder
 from harness.folder import read_json
-from harness.messages import UserError, die, last_line, print_once, readable_size
+from harness.messages import UserError, die, last_line, plural, print_once, readable_size
+from harness.model.loading import quiet_transformers
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
-from harness.run.parameters import WeightsOfModel, adapters_of, quantization_of
+from harness.run.parameters import adapters_of, config_of, quantization_of
 from harness.run.progress import Progress
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,6 +41,7 @@ ROWS_OF_STEP = "rows of a step"
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
 
+@dataclass(eq=False)
 class Checkpoints(TrainerCallback):
     """Writes the completion marker of a checkpoint once every process has written its part, and deletes old checkpoints.
 
@@ -41,15 +49,15 @@ class Checkpoints(TrainerCallback):
     next one. Here there are never more than `save_total_limit` on the disk, and the best one with `metric_for_best_model`.
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress, original: PreTrainedConfig | None = None) -> None:
-        """`original`: see `load_original_config`."""
-        self.trainer = trainer
-        self.progress = progress
-        self.output_dir = Path(trainer.args.output_dir)
-        self.original = original
-        self.weights = WeightsOfModel(trainer.model)
-        self.limit = trainer.args.save_total_limit
-        trainer.args.save_total_limit = None  # so that transformers deletes none
+    trainer: Trainer
+    progress: Progress
+    weights: "WeightsOfModel"
+    limit: int | None  # `save_total_limit`
+    original: PreTrainedConfig | None  # see `load_original_config`
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.trainer.args.output_dir)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Mends the state of a resumed run: which checkpoint is the best, and how often this run logs, evaluates and saves.
@@ -213,6 +221,126 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
         # Of several callbacks of a class, it is a list.
         for callback, state in zip(callbacks, states if isinstance(states, list) else [states], strict=False):
             vars(callback).update(state.get("attributes", {}))
+
+
+Shapes = dict[str, list[int]]  # of weights, by name
+SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # by which an adapter is multiplied; its shapes have the rank
+
+
+class WeightsOfModel:
+    """The weights that every checkpoint of a model must have. Made before the model is sharded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+        self.trained = list(trained)  # in the order in which the optimizer gets them
+        self.trained_values = sum(trained.values())
+        self.is_known = not is_of_another_library(model)  # whose files name weights otherwise
+        self.is_of_transformers = isinstance(model, PreTrainedModel)
+        self.adapter = model.active_adapters[0] if isinstance(model, PeftModel) else None
+        # Of several adapters, the last one writes the file.
+        self.scales = {name: getattr(settings, name, None) for settings in adapters_of(model) for name in SCALES}
+        state = model.state_dict(keep_vars=True)
+        if self.adapter:
+            state = get_peft_model_state_dict(model, adapter_name=self.adapter, save_embedding_layers=False)
+        self.shapes: Shapes = {name: list(weight.shape) for name, weight in state.items()}
+        self.known = {*self.shapes, *dict(model.named_buffers())}  # a buffer may be hidden from the state until it is sharded
+        not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
+        names: dict[int, set[str]] = {}
+        for name in state.keys() - {*not_saved}:
+            names.setdefault(id(state[name]), set()).add(name)
+        self.names = list(names.values())  # of each weight; a tied one has several, and is saved by one of them
+
+    def problem(self, checkpoint: Path) -> str:
+        """What is wrong with the weights in a checkpoint, "" for nothing."""
+        if (checkpoint / folder.SHARDED).is_dir():
+            saved = shapes_of_sharded_files(checkpoint)
+        else:  # an adapter of another name has a folder of its own
+            saved = shapes_of_files(checkpoint / ("" if self.adapter in (None, "default") else self.adapter))
+        if saved is None and self.adapter:
+            return "it has no adapter"
+        if saved is None or not self.is_known:
+            return ""
+        if self.is_of_transformers and saved.keys() - self.known:  # see `load_converted`
+            values = sum(map(math.prod, saved.values()))
+            if values < self.trained_values:
+                return f"it has {values:,} values, {self.trained_values:,} are trained"
+            return ""
+        lacking = [min(names) for names in self.names if not names & saved.keys()]
+        if lacking:
+            return f"it lacks {first_and_others(lacking)}"
+        differing = [name for name in saved if self.shapes.get(name, saved[name]) != saved[name]]
+        if differing:
+            return f"of another shape: {first_and_others(differing)}"
+        return ""
+
+
+def is_of_another_library(model: torch.nn.Module) -> bool:
+    """Whether a model has a `save_pretrained` that is not that of transformers or PEFT, as a SentenceTransformer has."""
+    return config_of(model) is None and hasattr(model, "save_pretrained")
+
+
+def check_saved_weights(checkpoint: Path, weights: WeightsOfModel) -> None:
+    """Raises UserError unless a checkpoint has the weights of the model in the same shapes, scales and trains the same ones.
+
+    Otherwise a run would resume with some weights as they were before the training, or states of the optimizer of others.
+    """
+    problem = weights.problem(checkpoint)
+    if not problem and read_marker(checkpoint)["trained"] != weights.trained:
+        problem = "the run trained other ones, or in another order"
+    saved = folder.read_json(checkpoint / "adapter_config.json")
+    for name, scale in weights.scales.items():
+        if saved.get(name) != scale:
+            problem = f"their adapter has {name} {saved.get(name)}, this one {scale}"
+    if problem:
+        raise UserError(
+            f"--output_dir: the weights in {checkpoint} are not those of this model: {problem}. Use the recipe, the model and "
+            "the versions of the libraries that the run began with, or choose another --output_dir"
+        )
+
+
+def first_and_others(names: Iterable[str]) -> str:
+    """The first name, and how many others there are."""
+    first, *others = sorted(names)
+    if others:
+        return f"{first} and {plural(len(others), 'other')}"
+    return first
+
+
+def shapes_of_files(checkpoint: Path) -> Shapes | None:
+    """The shapes of the weights in the safetensors files of a folder; None if it has no such file."""
+    shapes = None
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            of_file = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 (it is not a dict)
+        shapes = (shapes or {}) | of_file
+    return shapes
+
+
+def shapes_of_sharded_files(checkpoint: Path) -> Shapes:
+    """The shapes of the weights in a sharded checkpoint, from its metadata."""
+    entries = FileSystemReader(checkpoint / folder.SHARDED).read_metadata().state_dict_metadata
+    return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
+
+
+def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
+    """Loads an unsharded checkpoint if `from_pretrained` must convert its names, with which `Trainer` would load nothing.
+
+    `save_pretrained` writes weights as the files on the Hub have them: by older names, or one for each expert.
+    Returns whether it did. Raises RuntimeError if the checkpoint lacks weights, or has others.
+    """
+    if (checkpoint / folder.SHARDED).is_dir() or not isinstance(model, PreTrainedModel):
+        return False
+    saved = shapes_of_files(checkpoint)
+    if not saved or not saved.keys() - model.state_dict().keys():
+        return False
+    with quiet_transformers():
+        loaded, found = type(model).from_pretrained(  # in float32, which holds every dtype that is trained
+            checkpoint, config=copy.deepcopy(model.config), dtype=torch.float32, device_map={"": "cpu"}, output_loading_info=True
+        )
+    if differing := {*found["missing_keys"], *found["unexpected_keys"]}:
+        raise RuntimeError(f"{checkpoint} lacks weights of this model, or has others: {first_and_others(differing)}")
+    model.load_state_dict(loaded.state_dict())
+    return True
 
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}

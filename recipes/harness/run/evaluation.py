@@ -4,6 +4,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,6 +183,7 @@ READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
 Step = tuple[list[dict], dict[int, dict]]  # micro-batches, and the states of a stream after them
 
 
+@dataclass(eq=False)
 class AgreedReader(TrainerCallback):
     """Reads a step on all processes, or on none if one of them lost the Hub or met a row of a stream that it cannot read.
 
@@ -189,15 +191,17 @@ class AgreedReader(TrainerCallback):
     the tokenizer: packing takes many documents at once.
     """
 
-    def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition) -> None:
-        self.trainer = trainer
-        self.position = position
-        self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
-        self.group = group if self.is_stream else None
-        self.steps: queue.Queue[Step | BaseException] | None = None  # that were read ahead
-        self.saved_step = 0  # of the last checkpoint
-        self.error = ""  # why this process cannot read
-        self.exit_code = 0  # of the run, if one of the processes cannot read
+    trainer: Trainer
+    group: ProcessGroup | None
+    position: StreamPosition
+    saved_step: int  # of the last checkpoint
+    steps: queue.Queue[Step | BaseException] | None = None  # that were read ahead
+    error: str = ""  # why this process cannot read
+    exit_code: int = 0  # of the run, if one of the processes cannot read
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.trainer.train_dataset, IterableDataset)
 
     def next_step(self, iterator: Iterator, count: int) -> Step:
         """`count` micro-batches. `iterator`: of the trainer's loader, without those that a resumed run was trained on.
@@ -242,7 +246,7 @@ class AgreedReader(TrainerCallback):
                 raise
             self.error = reason or str(error)
             code = OUT_OF_TIME if reason else 2
-        self.exit_code = maximum(code, self.group)
+        self.exit_code = maximum(code, self.group) if self.is_stream else 0
         if self.exit_code:
             self.trainer.control.should_training_stop = self.trainer.control.should_log = True
             return []

@@ -3,6 +3,7 @@
 import datetime
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def replace_progress_bar(trainer: Trainer) -> None:
         trainer.add_callback(BarWithoutLogs)
 
 
+@dataclass(eq=False)
 class Progress(TrainerCallback):
     """Counts tokens and seconds of a run, including its parts before a resume, and prints a line at every log.
 
@@ -48,22 +50,20 @@ class Progress(TrainerCallback):
     and in waiting for their data, without start, evaluations and checkpoints.
     """
 
-    def __init__(self, trainer: Trainer, before: dict) -> None:
-        """`before`: what `so_far` returned when the checkpoint was written, {} for a new run."""
-        self.trainer = trainer
-        self.before = before
-        # Of this start; `before` has those of earlier ones.
-        self.rows = 0
-        self.tokens = 0
-        self.loss_tokens = 0
-        self.seconds = 0.0
-        self.running_since: float | None = None  # None before the first step of an epoch
-        self.first_step = 0
-        self.began = time.monotonic()
-        # At the last log.
-        self.logged = 0  # tokens, or rows without any
-        self.logged_seconds = 0.0
-        self.seconds_left: float | None = None
+    trainer: Trainer
+    before: dict  # what `so_far` returned when the checkpoint was written, {} for a new run
+    # Of this start; `before` has those of earlier ones.
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: torch.Tensor | int = 0
+    seconds: float = 0.0
+    running_since: float | None = None  # None before the first step of an epoch
+    first_step: int = 0
+    began: float = field(default_factory=time.monotonic)
+    # At the last log.
+    logged: int = 0  # tokens, or rows without any
+    logged_seconds: float = 0.0
+    seconds_left: float | None = None
 
     def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """To be called with the batches of every step, and the tokens in the loss over all processes."""

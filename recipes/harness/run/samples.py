@@ -1,25 +1,31 @@
-"""The samples that a run writes: a few evaluation rows, continued or answered by the model."""
+"""What a run writes of its evaluation rows: samples, a few of them continued by the model; and all as tokens, for --verify."""
 
 import contextlib
 import functools
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 from harness.compat.peft import merge_for_generation
 from harness.compat.transformers import generate_on
 from harness.data.images import ImageCollator, with_one_token_each
 from harness.data.turns import IGNORED
-from harness.folder import draft_of
+from harness.folder import HELD_OUT, draft_of
 from harness.messages import print_once
 from harness.run import generation
-from harness.run.documents import documents_of
 from harness.run.failures import only_report
 from harness.run.parameters import base_of, can_generate
 
+import pyarrow
+import pyarrow.parquet
 import torch
+from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Trainer
 
+Document = tuple[list[int], list[int]]  # tokens and labels
+ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")  # of DPOTrainer's and KTOTrainer's rows, next to prompt_ids
 COUNT = 3
 PROMPT_TOKENS = 24  # of the prompt of a row that is one text
 
@@ -98,12 +104,13 @@ def answer_rows(trainer: Trainer, is_rehearsal: bool) -> list[tuple[str, str]]:
         mask = [torch.ones_like(tokens) for tokens in ids]
         pad_left = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         inputs = {"input_ids": pad_left(ids, padding_value=pad), "attention_mask": pad_left(mask)}
+    ends = end_tokens(trainer.model, tokenizer)
     new_tokens = 12 if is_rehearsal else getattr(trainer.args, "max_completion_length", 48)
     generated = generate(trainer, inputs, max_new_tokens=new_tokens, pad_token_id=pad)
-    ends = end_tokens(trainer.model, tokenizer)
+    if "images" in rows[0]:
+        prompts = [with_one_token_each(prompt, prompt, processor)[0] for prompt in prompts]
     pairs = []
     for prompt, answer in zip(prompts, generated, strict=True):
-        prompt, _ = with_one_token_each(prompt, prompt, processor)
         end = next((index for index, token in enumerate(answer) if token in ends), len(answer))
         text = tokenizer.decode(answer[: end + 1])
         if end == len(answer):
@@ -152,3 +159,62 @@ def prompt_of(row: dict) -> list[int]:
     if masked > 1:
         return list(ids[:masked])
     return list(ids[: min(PROMPT_TOKENS, max(1, len(ids) - 1))])  # not the end token of a short text
+
+
+def documents_of(row: dict) -> list[Document]:
+    """The documents of a tokenized row, packed or not; of a pair of answers the prompt with each of them."""
+    if "prompt_ids" in row:
+        prompt = row["prompt_ids"]
+        return [(prompt + row[name], [IGNORED] * len(prompt) + row[name]) for name in ANSWERS if name in row]
+    ids = row["input_ids"]
+    labels = row.get("labels", ids)
+    documents = []
+    start = 0
+    for length in row.get("seq_lengths") or [len(ids)]:
+        documents.append((ids[start : start + length], labels[start : start + length]))
+        start += length
+    return documents
+
+
+def has_held_out(trainer: Trainer) -> bool:
+    """Whether a trainer has rows that --verify can compute the loss of: tokens for a causal language model."""
+    return not why_no_text(trainer) and any(map(len, tokenized_datasets(trainer).values()))
+
+
+def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:
+    """The evaluation datasets with tokens, by label; a single one has the label ""."""
+    datasets = trainer.eval_dataset
+    if not isinstance(datasets, dict):
+        datasets = {"": datasets}
+    return {label: rows for label, rows in datasets.items() if isinstance(rows, Dataset) and "input_ids" in rows.column_names}
+
+
+def save_held_out(trainer: Trainer, conversations: list[dict[str, Any]]) -> None:
+    """Writes the tokens of all evaluation rows, and the first `conversations` as JSON with their tokens; not collective."""
+    rows = [
+        {"dataset": name, "conversation": None, **tokens_of_row(trainer, row)}
+        for name, dataset in tokenized_datasets(trainer).items()
+        for row in dataset
+    ]
+    columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+    for row in conversations:
+        text = json.dumps({name: row[name] for name in columns if name in row})
+        kept = {"dataset": "", "conversation": text, "input_ids": row["input_ids"], "labels": [], "seq_lengths": []}
+        rows.append(kept | {"images": row.get("images")})
+    with draft_of(Path(trainer.args.output_dir, HELD_OUT)) as draft:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
+
+
+def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
+    """Tokens and labels of a row as the model gets them, and the lengths of its documents."""
+    columns = ("input_ids", "labels", "seq_lengths", "attention_mask", "images")
+    given = {name: row[name] for name in columns if name in row}
+    batch = trainer.data_collator([given])
+    ids = batch["input_ids"][0]
+    labels = batch["labels"][0]
+    if batch.get("attention_mask") is not None:
+        is_token = batch["attention_mask"][0].bool()
+        ids = ids[is_token]
+        labels = labels[is_token]
+    lengths = row.get("seq_lengths") or [len(ids)]
+    return {"input_ids": ids.tolist(), "labels": labels.tolist(), "seq_lengths": lengths, "images": row.get("images")}

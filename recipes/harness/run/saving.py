@@ -13,7 +13,8 @@ from harness.messages import UserError, last_line, print_once
 from harness.model.loading import dtype_of_files
 from harness.model.quantized import read_source
 from harness.rehearsal.tiny import has_vision_part
-from harness.run.parameters import adapters_of, config_of, is_of_another_library
+from harness.run.checkpoints import is_of_another_library
+from harness.run.parameters import adapters_of, config_of
 
 import torch
 from huggingface_hub import HfApi, save_torch_state_dict

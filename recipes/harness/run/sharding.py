@@ -1,6 +1,7 @@
 """Sharding: what accelerate must know before it wraps the model, what FSDP2 does after it, and a check of the result."""
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
@@ -8,8 +9,6 @@ from harness.compat.torch import gather_once_per_step, reduce_each_batch
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.messages import print_once
-from harness.model.quantized import prepare_quantized_model
-from harness.run.losses import Loss
 
 import torch
 from accelerate import Accelerator
@@ -39,14 +38,16 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> HiddenBuffer
         set_mixed_precision(trainer, config.reduce_dtype)
         set_offload(trainer)
         set_layer_classes(trainer)
-    prepare_quantized_model(trainer)
     train_in_float32(trainer)
     pass_inputs_to_adapters(trainer)
     separate_untied_weights(trainer)
-    give_weights_addresses(trainer.model)
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
+    for other in vars(trainer).values():  # such as a reference model, which is wrapped when the trainer is built
+        if isinstance(other, FSDPModule):
+            return_float32(other)
+    give_weights_addresses(trainer.model)  # after the functions that make other weights
     if trainer.is_fsdp_enabled:
         return hide_saved_buffers(trainer)
     return []
@@ -71,10 +72,12 @@ def train_in_float32(trainer: Trainer) -> None:
     """Makes trained weights float32 if the run computes in mixed precision, whatever dtype they were loaded in.
 
     FSDP does the same. A step of the optimizer below 0.4 % of a bf16 weight rounds to nothing, and torch's gradient scaler
-    refuses fp16 weights. Prints a warning if mixed precision is off.
+    refuses fp16 weights. Prints a warning if mixed precision is off. A sharded 4-bit model computes in bf16 without it; TRL casts
+    its adapter to bf16, and Adam's moments with it, whose decay of 0.1 % per step would be rounded away.
     """
+    in_4bit = getattr(trainer.model, "is_loaded_in_4bit", False)
     rounded = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.dtype in SIXTEEN_BIT]
-    if rounded and trainer.accelerator.mixed_precision == "no":
+    if rounded and trainer.accelerator.mixed_precision == "no" and not in_4bit:
         print_once(
             f"warning: weights are trained in {rounded[0].dtype}, because mixed precision is off: small steps round to nothing: "
             "pass --dtype float32 or --bf16 true"
@@ -176,19 +179,15 @@ def show_saved_buffers(hidden: list[tuple[Any, str]]) -> None:
         module.register_buffer(name, getattr(module, name), persistent=True)
 
 
+@dataclass(eq=False)
 class AfterWrapping(TrainerCallback):
     """Once the model is wrapped: checks the sharding, and sets when weights are all-gathered and gradients are reduced."""
 
-    def __init__(self, trainer: Trainer, config: AccelerateConfig, processes: int, loss: Loss, hidden: HiddenBuffers) -> None:
-        """`hidden`: what `prepare_sharding` has returned."""
-        self.trainer = trainer
-        self.config = config
-        self.processes = processes
-        self.loss = loss
-        self.hidden = hidden
-        for other in vars(trainer).values():  # such as a reference model, which is wrapped when the trainer is built
-            if isinstance(other, FSDPModule):
-                return_float32(other)
+    trainer: Trainer
+    config: AccelerateConfig
+    processes: int
+    hidden: HiddenBuffers  # what `prepare_sharding` has returned
+    needs_float32: bool  # the trainer computes the loss of the model's outputs
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
@@ -202,7 +201,7 @@ class AfterWrapping(TrainerCallback):
             reduce_each_batch(model)
         if isinstance(model, FSDPModule):
             gather_experts_early(model)
-            if self.loss.own:
+            if self.needs_float32:
                 return_float32(model)
             head = model.get_output_embeddings()
             embedding = model.get_input_embeddings()

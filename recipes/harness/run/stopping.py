@@ -3,9 +3,10 @@
 import datetime
 import math
 import signal
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
-from harness.compat.transformers import TrainerWithHooks
 from harness.launched import OUT_OF_TIME, last_signal
 from harness.messages import UserError, print_once
 from harness.run.metrics import logged_by_evaluations
@@ -62,14 +63,14 @@ class StoppedInEvaluation(Exception):
     """A process received a signal during an evaluation, which all processes have left."""
 
 
+@dataclass(eq=False)
 class StopAfterSignal(TrainerCallback):
     """Stops all processes after the step or the evaluation batch in which one of them received a signal, with a checkpoint."""
 
-    def __init__(self, trainer: TrainerWithHooks, group: ProcessGroup | None) -> None:
-        self.trainer = trainer
-        self.group = group
-        self.signal = 0  # the one that all processes agreed on
-        self.is_in_evaluation = False  # it ended an evaluation, which the resumed run makes
+    trainer: Any  # a `RunTrainer`
+    group: ProcessGroup | None
+    signal: int = 0  # the one that all processes agreed on
+    is_in_evaluation: bool = False  # it ended an evaluation, which the resumed run makes
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.signal = maximum(last_signal(), self.group)
@@ -84,8 +85,8 @@ class StopAfterSignal(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """An evaluation can take longer than there is time; see `RunTrainer.evaluate_unless_stopped`."""
-        if not self.trainer.is_evaluation_left:  # such as one of a recipe's callback, or after the training
+        """An evaluation can take longer than there is time; `RunTrainer` catches what this raises."""
+        if not self.trainer.may_leave_evaluation:  # such as one of a recipe's callback, or after the training
             return
         self.signal = maximum(last_signal(), self.group)
         if self.signal:
@@ -105,6 +106,7 @@ class StopAfterSignal(TrainerCallback):
         return 128 + self.signal
 
 
+@dataclass(eq=False)
 class MissedEvaluation(TrainerCallback):
     """After a resume, makes the evaluation that StopAfterSignal left out at the step of the checkpoint.
 
@@ -112,9 +114,7 @@ class MissedEvaluation(TrainerCallback):
     uninterrupted run.
     """
 
-    def __init__(self, trainer: TrainerWithHooks, resumed_from: int) -> None:
-        self.trainer = trainer
-        self.resumed_from = resumed_from
+    trainer: Any  # a `RunTrainer`
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """After the last step, no other step begins."""
@@ -123,7 +123,8 @@ class MissedEvaluation(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Not earlier: the state of the random numbers is loaded just before the first step."""
-        if not self.resumed_from or state.global_step != self.resumed_from:
+        resumed_from = self.trainer.parts.resumed_from
+        if not resumed_from or state.global_step != resumed_from:
             return
         if logged_by_evaluations(state.log_history, state.global_step):
             return
@@ -178,8 +179,7 @@ class StopIfUnchanged(TrainerCallback):
     Not a resumed run, whose last steps can be too small to change a weight.
     """
 
-    def __init__(self) -> None:
-        self.first: list[float] | None = None
+    first: list[float] | None = None  # the sums of the weights at the start
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object

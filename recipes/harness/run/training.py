@@ -1,49 +1,36 @@
-"""RunTrainer: what a run overrides in the trainer that a recipe has made, of whatever class."""
+"""A run, from the trainer that a recipe has built to the saved model: prepare, train, finish. And what is checked before."""
 
-import contextlib
-import functools
 import os
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness import folder
-from harness.compat.transformers import TrainerWithHooks, add_overrides
-from harness.compat.trl import logged_metrics
-from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
-from harness.folder import step_of
+from harness.data.streams import fill_last_step, repeat_stream
 from harness.launched import end_run, record_end, record_signal, set_signal_handler
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
-from harness.run.checkpoints import Checkpoints, check_disk_space, print_changed_rows, recover_checkpoints, restore_callbacks
-from harness.run.evaluation import AgreedReader, Means, evaluate, print_best_checkpoint, read_equally
+from harness.run.checkpoints import (
+    WeightsOfModel,
+    check_disk_space,
+    check_saved_weights,
+    print_changed_rows,
+    recover_checkpoints,
+    restore_callbacks,
+)
+from harness.run.evaluation import evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
-from harness.run.generation import RewardsOfSteps, check_prompts, order_by_epoch, trains_on_rewards, writes_answers
-from harness.run.held_out import has_held_out, save_held_out
-from harness.run.losses import Loss, changed, check_unit, prepare_loss
-from harness.run.marker import read_marker
-from harness.run.parameters import WeightsOfModel, check_saved_weights, count_parameters, freeze_unused_parts, load_converted
-from harness.run.progress import Profile, Progress, replace_progress_bar
+from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewards, writes_answers
+from harness.run.losses import prepare_loss
+from harness.run.parameters import adapters_of, base_of, config_of, count_parameters, freeze_unused_parts
+from harness.run.progress import Profile, replace_progress_bar
 from harness.run.prompts import describe_rows
 from harness.run.results import print_summary, write_results
-from harness.run.samples import answer_before, generate_samples
+from harness.run.samples import answer_before, generate_samples, has_held_out, save_held_out
 from harness.run.saving import load_original_config, publish, save_model, set_base_revision, write_model_card
-from harness.run.schedule import fit_schedule
 from harness.run.sharded_files import check_sharded_files
-from harness.run.sharding import (
-    AfterWrapping,
-    HiddenBuffers,
-    compile_layers,
-    prepare_gradient_scaler,
-    prepare_sharding,
-    show_saved_buffers,
-)
+from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import (
     LastStepReached,
     MissedEvaluation,
-    StopAfterSignal,
     StopAtLastStep,
     StopIfUnchanged,
     StopOnNan,
@@ -51,231 +38,31 @@ from harness.run.stopping import (
     make_cpu_group,
     make_group_for_failures,
 )
-from harness.runs import Run
+from harness.run.trainer import RunTrainer, add_parts
+from harness.runs import Run, StartedRecipe
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch.distributed import ProcessGroup
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
-from transformers import PreTrainedConfig, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
+from transformers.trainer_utils import TrainOutput
+from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig, SFTTrainer
 
 
-@dataclass
-class Parts:
-    """What a run adds to a trainer, and what is known only before the model is sharded."""
-
-    checkpoint: Path | None  # that the run resumes from
-    position: StreamPosition
-    reader: AgreedReader
-    progress: Progress
-    checkpoints: Checkpoints
-    stop: StopAfterSignal
-    loss: Loss
-    hidden: HiddenBuffers
-    parameters: tuple[int, int]  # how many are trained, and how many there are
-
-    @property
-    def resumed_from(self) -> int:
-        """The step of the checkpoint."""
-        if self.checkpoint:
-            return step_of(self.checkpoint)
-        return 0
-
-
-class RunTrainer(TrainerWithHooks):
-    """A trainer with the `parts` of a run."""
-
-    parts: Parts
-    is_first_step = True
-    means: Means | None = None  # of the evaluation that is going on
-
-    def get_train_dataloader(self) -> DataLoader:
-        loader = super().get_train_dataloader()
-        if writes_answers(self):
-            order_by_epoch(loader)
-        return keep_workers_after_sigterm(self.parts.position.divide(loader))
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        fit_schedule(self.args, num_training_steps)
-        return super().create_scheduler(num_training_steps, optimizer)
-
-    def get_eval_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
-        loader = super().get_eval_dataloader(*args, **kwargs)
-        # Of several answers to a prompt TRL's loader keeps the groups together.
-        is_of_transformers = getattr(super().get_eval_dataloader, "__func__", None) is Trainer.get_eval_dataloader
-        has_single_rows = getattr(self.args, "num_generations_eval", 0) == 1 or isinstance(self.args, DistillationConfig)
-        return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers or has_single_rows else loader)
-
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor | tuple:
-        """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
-        loss = self.parts.loss
-        options = {"return_outputs": True} if return_outputs else {}
-        if loss.is_right:
-            # DistillationTrainer calls a part of the model, around which accelerate has put no autocast.
-            is_partial = isinstance(self.args, DistillationConfig)
-            with self.accelerator.autocast() if is_partial else contextlib.nullcontext():
-                return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
-        labels = loss.labels(inputs)  # before the loss takes them out
-        tokens = loss.tokens(inputs)
-        is_empty = tokens is not None and not int(tokens)
-        check_unit(self, loss, tokens)
-        if is_empty:  # a mean over no token is NaN, and FSDP needs all processes to compute
-            inputs = inputs | {name: inputs[name].clamp(min=0) for name in ("labels", "shift_labels") if name in inputs}
-        count = labels.ne(-100).sum().clamp(min=1) if loss.own and labels is not None else None
-        # Otherwise transformers multiplies it by the number of processes, and passes the number to the model.
-        with changed(self.args, "average_tokens_across_devices", False), changed(self, "model_accepts_loss_kwargs", False):
-            found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
-        value, *outputs = found if return_outputs else [found]
-        if is_empty:
-            value = value * 0
-        elif self.model.training:
-            value = loss.share_of_step(self, value, tokens, num_items_in_batch)
-        if return_outputs:
-            return (value, *outputs)
-        return value
-
-    def evaluation_loop(
-        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **options: Any
-    ) -> EvalLoopOutput:
-        """transformers logs the mean of the means of batches, and counts the rows that complete the last batch."""
-        self.means = Means(self, dataloader)
-        # The loss of a router depends on which rows are in a batch together.
-        with changed(self, "gather_function", self.means.gather), changed(self, "aux_loss_enabled", False):
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **options)
-        loss = self.means.finish()
-        self.means = None
-        if f"{metric_key_prefix}_loss" in output.metrics:
-            output.metrics[f"{metric_key_prefix}_loss"] = loss
-        return output
-
-    def prediction_step(self, model: torch.nn.Module, inputs: dict, *args: object, **kwargs: object) -> tuple:
-        sizes = self.means.sizes(inputs)  # before the loss takes the labels out
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        self.means.add(sizes, loss)
-        return loss, logits, labels
-
-    def see_inputs(self, inputs: Any) -> None:
-        if self.means is not None and isinstance(self.args, DistillationConfig):
-            self.means.answer_tokens = inputs["completion_mask"].sum()
-
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
-        """transformers lets an exception of the data loader end one process, while the others wait for its number of tokens.
-
-        Raises UserError, on all processes, if no token of the first step counts in the loss.
-        """
-        batches = self.parts.reader.read(epoch_iterator, num_batches)  # none on one process: none on all of them
-        loss_tokens = self._get_num_items_in_batch(batches, device)  # gathered from all processes
-        if self.is_first_step and batches and loss_tokens is not None and not int(loss_tokens):
-            raise UserError(
-                "no token of the first step counts in the loss: either the answers begin after --max_length tokens, or nothing "
-                "is marked as an answer. ./launch.sh --preview shows the rows"
-            )
-        self.is_first_step = False
-        self.parts.progress.count(batches, loss_tokens)
-        if loss_tokens is not None:
-            loss_tokens = loss_tokens.clamp(min=1)  # of a step without any: its loss is 0, and 0 / 0 would be NaN
-        return batches, loss_tokens
-
-    def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
-        """A callback gets the logs after the state, and after the trackers, which were added first."""
-        # Not a copy: the best checkpoint may be chosen by what SFTTrainer adds to it.
-        logs.update(self.parts.progress.log_fields(logs))
-        super().log(logs, *args, **kwargs)
-
-    def evaluate_unless_stopped(self, evaluate: Callable, restore_random_numbers: Callable) -> dict[str, float] | None:
-        """Leaves the evaluation after a signal, with a checkpoint as if it had not begun: the resumed run makes it.
-
-        Raises StoppedInEvaluation if there is nothing to save: before the first step of this start.
-        """
-        self.is_evaluation_left = True
-        logged = len(self.state.log_history)  # several evaluation datasets log one after the other
-        try:
-            return evaluate()
-        except StoppedInEvaluation:
-            self.means = None
-            if self.state.global_step == self.parts.reader.saved_step:
-                raise
-            del self.state.log_history[logged:]
-            logged_metrics(self).get("eval", {}).clear()  # of its batches, which TRL would log at the end of the run
-            restore_random_numbers()
-            self.control.should_training_stop = True
-            self.control.should_save = self.args.save_strategy != "no"
-            return None
-        finally:
-            self.is_evaluation_left = False
-
-    def load_weights(self, checkpoint: Path) -> bool:
-        show_saved_buffers(self.parts.hidden)
-        return load_converted(self.model, checkpoint)
-
-    def before_checkpoint(self, checkpoint: Path) -> None:
-        self.parts.checkpoints.before_save(checkpoint)
-
-
-def add_parts(
-    trainer: Trainer,
-    group: ProcessGroup | None,
-    checkpoint: Path | None,
-    original: PreTrainedConfig | None = None,
-    loss: Loss | None = None,
-    hidden: HiddenBuffers | None = None,
-) -> Parts:
-    """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
-    progress = Progress(trainer, read_marker(checkpoint)["progress"] if checkpoint else {})
-    position = StreamPosition(trainer, checkpoint)
-    trainer.parts = Parts(
-        checkpoint,
-        position,
-        AgreedReader(trainer, group, position),
-        progress,
-        Checkpoints(trainer, progress, original),
-        StopAfterSignal(trainer, group),
-        loss or Loss(),
-        hidden or [],
-        count_parameters(trainer.model),
-    )
-    trainer.parts.reader.saved_step = trainer.parts.resumed_from
-    add_overrides(trainer, RunTrainer)
-    return trainer.parts
-
-
-def keep_workers_after_sigterm(loader: DataLoader) -> DataLoader:
-    """Makes the workers of a loader ignore SIGTERM. They still exit with the process that started them.
-
-    A worker exits when it gets SIGTERM, and then torch raises RuntimeError in the training process, at any line. So a SIGTERM to
-    a whole process group would end a run before it can write its checkpoint.
-    """
-    base = getattr(loader, "base_dataloader", loader)  # accelerate's loader contains torch's
-    base.worker_init_fn = functools.partial(_ignore_sigterm, base.worker_init_fn)
-    return loader
-
-
-def _ignore_sigterm(initialize: Callable[[int], None] | None, worker: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if initialize:
-        initialize(worker)
-
-
-def run_training(trainer: Trainer, run: Run) -> None:
+def run_training(recipe: StartedRecipe) -> None:
     """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
 
-    Args:
-        trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; `trainer.args.output_dir` is the run's folder.
-        run: how it was started.
+    `recipe.trainer`: of transformers or TRL, as built; its `args.output_dir` is the run's folder.
 
     Raises:
         UserError: for what the user can fix, also if the loss is NaN.
         RuntimeError: if the run is not sharded as its config says, or if sharding changed 4-bit weights.
     """
+    trainer = recipe.trainer
+    run = recipe.run
     try:
-        prepare_training(trainer, run)
-        for_failures = make_group_for_failures()  # not after the training, where it could fail
+        for_failures = prepare_training(recipe)
         before = answer_before(trainer, run.tiny)
         output = train_steps(trainer)
         finish_training(trainer, run, output, for_failures, before)
@@ -286,44 +73,84 @@ def run_training(trainer: Trainer, run: Run) -> None:
         raise
 
 
-def prepare_training(trainer: Trainer, run: Run) -> None:
-    """Makes a trainer, whose model is not sharded yet, ready to start or to resume: a `RunTrainer` with callbacks."""
+def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
+    """Makes the trainer, whose model is not sharded yet, a `RunTrainer` with callbacks, ready to start or to resume.
+
+    Returns the group of `make_group_for_failures`.
+    """
+    trainer = recipe.trainer
+    run = recipe.run
+    args = trainer.args
     report_dropped_rows(trainer)
+    check_second_models(trainer)
+    check_built_trainer(recipe)
     freeze_unused_parts(trainer)
-    check_trainer(trainer)
+    parameters = count_parameters(trainer.model)
+    if writes_answers(trainer):
+        check_prompts(trainer)
+
+    # The model, before accelerate wraps it.
+    compile_layers(trainer)
+    prepare_gradient_scaler(trainer)
     hidden = prepare_sharding(trainer, run.config)
     loss = prepare_loss(trainer)
-    prepare_trainer(trainer, loss)
-    group = make_cpu_group(trainer.args.ddp_timeout)
-    checkpoint = recover_checkpoints(trainer.args)
-    prepare_resume(trainer, checkpoint)
+    set_base_revision(trainer)
+    original = load_original_config(trainer)
+    if trainer.is_fsdp_enabled:
+        install_byte_check(trainer.model)
+
+    # The rows.
+    repeat_stream(trainer)
+    fill_last_step(trainer, with_empty_rows=loss.is_of_library)
+    # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
+    trainer.accelerator.dataloader_config.non_blocking = True
+
+    # The checkpoint to resume from.
+    group = make_cpu_group(args.ddp_timeout)
+    for_failures = make_group_for_failures()  # not after the training, where it could fail
+    weights = WeightsOfModel(trainer.model)
+    checkpoint = recover_checkpoints(args)
+    if checkpoint:
+        check_sharded_files(checkpoint)  # before anything reads them
+        check_saved_weights(checkpoint, weights)
+        restore_callbacks(trainer, checkpoint)
+        print_changed_rows(checkpoint, args, isinstance(trainer.train_dataset, IterableDataset))
+        args.eval_on_start = False  # the state of the checkpoint has that evaluation
+    check_disk_space(trainer)
     if run.seen and writes_answers(trainer):
-        options = {"chat_template_kwargs": trainer.args.chat_template_kwargs}
-        run.seen.prompt |= describe_rows(trainer.train_dataset) | options
+        run.seen.prompt |= describe_rows(trainer.train_dataset) | {"chat_template_kwargs": args.chat_template_kwargs}
     if run.seen and trainer.is_world_process_zero():
-        folder.write_json(Path(trainer.args.output_dir, folder.PROMPT), run.seen.prompt)
-    parts = add_parts(trainer, group, checkpoint, load_original_config(trainer), loss, hidden)
-    trained, total = parts.parameters
+        folder.write_json(Path(args.output_dir, folder.PROMPT), run.seen.prompt)
+
+    add_parts(trainer, weights, parameters, group, checkpoint, original, loss, hidden)
+    trained, total = parameters
     print_once(f"Training {trained:,} of {total:,} parameters ({trained / total:.2%}).")
     set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
+    replace_progress_bar(trainer)
     for callback in callbacks_of(trainer, run):
         trainer.add_callback(callback)
+    return for_failures
 
 
 def callbacks_of(trainer: RunTrainer, run: Run) -> list[TrainerCallback]:
-    """The callbacks of a run, in the order in which they get each event: checks, saves, stops, measurements.
-
-    So a checkpoint with NaN in it gets no completion marker, the marker lists the file of the position, and the time of a step
-    that is saved or logged because of a signal is counted.
-    """
+    """The callbacks of a run, in the order in which they get each event."""
     parts = trainer.parts
-    checks = [AfterWrapping(trainer, run.config, run.processes, parts.loss, parts.hidden), StopOnNan()]
     # Without a reward, which RewardsOfSteps reports, no weight changes.
-    checks.append(RewardsOfSteps(trainer) if trains_on_rewards(trainer) else StopIfUnchanged())
-    saves = [parts.position, parts.reader, parts.checkpoints]
-    stops = [parts.stop, MissedEvaluation(trainer, parts.resumed_from), StopAtLastStep()]
-    measurements = [parts.progress, Profile()] if run.profile else [parts.progress]
-    return [*checks, *saves, *stops, *measurements]
+    learning = RewardsOfSteps(trainer) if trains_on_rewards(trainer) else StopIfUnchanged()
+    callbacks = [
+        # First: when the training begins it sets how FSDP computes, and shows the buffers that a checkpoint has.
+        AfterWrapping(trainer, run.config, run.processes, parts.hidden, parts.loss.own is not None),
+        StopOnNan(),  # before `checkpoints`: a checkpoint with NaN in it gets no completion marker
+        learning,  # before `stop`: what is wrong is an error, also if a signal came in the same step
+        parts.position,  # before `checkpoints`, whose marker lists its file
+        parts.reader,  # before `stop`: both decide at the end of an epoch what is saved, a signal has the last word
+        parts.checkpoints,  # before MissedEvaluation, which needs the state that it mends
+        parts.stop,  # before `progress`, which logs what is saved because of a signal
+        MissedEvaluation(trainer),  # before StopAtLastStep: the evaluation of the last step is made first
+        StopAtLastStep(),
+        parts.progress,  # after `stop`: it counts the time of a step that is saved or logged because of a signal
+    ]
+    return [*callbacks, Profile()] if run.profile else callbacks
 
 
 def train_steps(trainer: RunTrainer) -> TrainOutput | None:
@@ -380,24 +207,6 @@ def finish_training(
         run.lock.release()
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Raises UserError for a run that would reach its end and be wrong, or fail long after its start."""
-    if not any(weight.requires_grad for weight in trainer.model.parameters()):
-        raise UserError(
-            "no parameter of the model is trained: an adapter that PeftModel.from_pretrained loads needs is_trainable=True, and "
-            "requires_grad_(False) leaves nothing to train"
-        )
-    if writes_answers(trainer):
-        check_prompts(trainer)
-    for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
-        is_other = isinstance(other, torch.nn.Module) and name not in ("model", "model_wrapped")
-        if is_other and any(weight.is_meta for weight in other.parameters()):
-            raise UserError(
-                f"only the first process has the weights of {name}: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
-                "config"
-            )
-
-
 def report_dropped_rows(trainer: Trainer) -> None:
     """Prints how many of the rows that `load` has returned a trainer does not use, for example because they are too long.
 
@@ -420,26 +229,49 @@ def report_dropped_rows(trainer: Trainer) -> None:
             )
 
 
-def prepare_trainer(trainer: Trainer, loss: Loss) -> None:
-    """Changes of a trainer that do not depend on a checkpoint."""
-    set_base_revision(trainer)
-    compile_layers(trainer)
-    if trainer.is_fsdp_enabled:
-        install_byte_check(trainer.model)
-    repeat_stream(trainer)
-    fill_last_step(trainer, with_empty_rows=loss.is_of_library)
-    replace_progress_bar(trainer)
-    # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
-    trainer.accelerator.dataloader_config.non_blocking = True
+def check_second_models(trainer: Trainer) -> None:
+    """Raises UserError for a second model, such as a reference model or a recipe's own teacher, whose weights are not loaded."""
+    for name, other in vars(trainer).items():
+        is_other = isinstance(other, torch.nn.Module) and name not in ("model", "model_wrapped")
+        if is_other and any(weight.is_meta for weight in other.parameters()):
+            raise UserError(
+                f"only the first process has the weights of {name}: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
+                "config"
+            )
 
 
-def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
-    """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
-    if checkpoint:
-        check_sharded_files(checkpoint)
-        check_saved_weights(checkpoint, WeightsOfModel(trainer.accelerator.unwrap_model(trainer.model)))
-        restore_callbacks(trainer, checkpoint)
-        print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
-        trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
-    check_disk_space(trainer)
-    prepare_gradient_scaler(trainer)
+def check_built_trainer(recipe: StartedRecipe) -> None:
+    """Raises UserError for a trainer that the recipe has built without arguments of the model."""
+    model_args = recipe.arguments[2]
+    check_rows_of_trl(recipe.trainer)
+    model = recipe.trainer.model
+    given = recipe.run.given
+    adapters = adapters_of(model)
+    is_quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    advice = {}
+    if model_args.use_peft and not adapters:
+        advice["use_peft"] = "pass peft_config=get_peft_config(model_args) to TRL's trainer, or its result to get_peft_model"
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and not is_quantized:
+        advice["load_in_4bit"] = "pass quantization_config=get_quantization_config(model_args) to the trainer"
+    for name in given & {"lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}:
+        name_of_peft = "r" if name == "lora_r" else name
+        if adapters and getattr(adapters[0], name_of_peft) != getattr(model_args, name):
+            advice[name] = "make the settings of the adapter with get_peft_config(model_args)"
+    asked = getattr(torch, model_args.dtype or "", None)
+    config = config_of(base_of(model))
+    if "dtype" in given and asked and config and not is_quantized and config.dtype not in (None, asked):
+        advice["dtype"] = "pass dtype=model_args.dtype to from_pretrained"
+    for name, change in advice.items():
+        raise UserError(f"--{name} is not what the recipe builds: {change} there (functions of trl), or leave out the flag")
+
+
+def check_rows_of_trl(trainer: Trainer) -> None:
+    """Prints that SFTTrainer makes tokens of the rows of a recipe without `tokenize`.
+
+    Raises UserError for a stream: the run would resume at another row, and train on some rows twice.
+    """
+    if not isinstance(trainer, SFTTrainer) or (trainer.args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise UserError("--dataset_streaming: a stream resumes only if the recipe calls tokenize() before SFTTrainer: call it")
+    print_once("SFTTrainer tokenizes the rows: the recipe does not call tokenize().")

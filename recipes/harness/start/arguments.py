@@ -20,22 +20,18 @@ from harness.data import reading
 from harness.data.formats import DESCRIPTIONS
 from harness.data.images import AREA
 from harness.data.settings import DataSettings, Source, length_of_rows, rows_of_step
-from harness.data.tokenization import are_tokenized
 from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
-from harness.run.parameters import adapters_of, base_of, config_of
 from harness.run.saving import take_repository
-from harness.runs import Run, StartedRecipe, settings_of
+from harness.runs import Run, settings_of
 from harness.start.flags import help_text
 
-import torch
 import trl
-from datasets import IterableDataset
 from torch.distributed import DistError
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
-from trl import ModelConfig, SFTTrainer
+from trl import ModelConfig
 
 
 @dataclass
@@ -500,43 +496,6 @@ def check_flags_have_effect(
             raise UserError(f"--{min(names & given)} has no effect without {needed}")
     if model_args.load_in_4bit or model_args.load_in_8bit:
         check_quantized(run, training_args, model_args)
-
-
-def check_built_trainer(recipe: StartedRecipe) -> None:
-    """Raises UserError for a trainer that the recipe has built without arguments of the model."""
-    model_args = recipe.arguments[2]
-    check_rows_of_trl(recipe.trainer)
-    model = recipe.trainer.model
-    given = recipe.run.given
-    adapters = adapters_of(model)
-    is_quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
-    advice = {}
-    if model_args.use_peft and not adapters:
-        advice["use_peft"] = "pass peft_config=get_peft_config(model_args) to TRL's trainer, or its result to get_peft_model"
-    if (model_args.load_in_4bit or model_args.load_in_8bit) and not is_quantized:
-        advice["load_in_4bit"] = "pass quantization_config=get_quantization_config(model_args) to the trainer"
-    for name in given & {"lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}:
-        name_of_peft = "r" if name == "lora_r" else name
-        if adapters and getattr(adapters[0], name_of_peft) != getattr(model_args, name):
-            advice[name] = "make the settings of the adapter with get_peft_config(model_args)"
-    asked = getattr(torch, model_args.dtype or "", None)
-    config = config_of(base_of(model))
-    if "dtype" in given and asked and config and not is_quantized and config.dtype not in (None, asked):
-        advice["dtype"] = "pass dtype=model_args.dtype to from_pretrained"
-    for name, change in advice.items():
-        raise UserError(f"--{name} is not what the recipe builds: {change} there (functions of trl), or leave out the flag")
-
-
-def check_rows_of_trl(trainer: Trainer) -> None:
-    """Prints that SFTTrainer makes tokens of the rows of a recipe without `tokenize`.
-
-    Raises UserError for a stream: the run would resume at another row, and train on some rows twice.
-    """
-    if not isinstance(trainer, SFTTrainer) or are_tokenized(trainer.args):
-        return
-    if isinstance(trainer.train_dataset, IterableDataset):
-        raise UserError("--dataset_streaming: a stream resumes only if the recipe calls tokenize() before SFTTrainer: call it")
-    print_once("SFTTrainer tokenizes the rows: the recipe does not call tokenize().")
 
 
 def check_quantized(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> None:

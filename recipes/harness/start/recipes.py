@@ -49,12 +49,11 @@ from harness.rehearsal import tiny
 from harness.run import training
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
 from harness.run.prompts import SeenRows
-from harness.run.training import RunTrainer
+from harness.run.trainer import RunTrainer
 from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import (
     Arguments,
-    check_built_trainer,
     check_flags_have_effect,
     check_generation,
     check_optimizer,
@@ -148,6 +147,7 @@ def build_trainer(recipe: StartedRecipe, flags: list[str]) -> None:
     run_recipe(recipe, flags)
     if recipe.trainer is None:
         raise UserError(without_train(recipe))
+    training.check_built_trainer(recipe)
 
 
 def without_train(recipe: StartedRecipe) -> str:
@@ -236,7 +236,6 @@ def train(trainer: Trainer) -> None:
     """
     started = runs.started()
     started.trainer = trainer
-    check_built_trainer(started)
     started.train(trainer)
 
 
@@ -390,7 +389,7 @@ class TrainedRecipe(StartedRecipe):
             atexit.register(report_missing_train, self)
 
     def train(self, trainer: Trainer) -> None:
-        training.run_training(trainer, self.run)
+        training.run_training(self)
         # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
         atexit.register(trainer.end)
 

@@ -74,6 +74,8 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     """From the checkpoint in the middle of a finished run: the second half logs the same losses, bit for bit."""
     uninterrupted = rehearse(recipe, config)
     middle = min(uninterrupted.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    files = {path.relative_to(middle).as_posix() for path in middle.rglob("*") if path.is_file()}
+    assert {*read(middle, "complete.json")["files"]} == files - {"complete.json"}, "those of both processes"
     run = begin_at(middle, workdir / "runs" / f"resumed-{recipe}")
     process = fork_launch("--tiny", recipe, config, "--output_dir", run, *SHORT, **fewer_processes(config))
     assert process.returncode == 0, process.stderr

@@ -61,7 +61,6 @@ class Run:
     repository: Any = None  # to which the model is uploaded, a `harness.run.saving.Repository`
     # Of a run that trains.
     lock: FileLock | None = None  # of the output directory, which the first process holds until the run ends
-    seen: Any = None  # of its rows, a `harness.run.prompts.SeenRows`
 
     @property
     def is_sharded(self) -> bool:
@@ -71,6 +70,15 @@ class Run:
     def default_output_dir(self) -> str:
         """`outputs/RECIPE`, for a rehearsal `outputs/tiny/RECIPE`."""
         return str(Path("outputs", "tiny" if self.tiny else "") / Path(self.recipe).stem)
+
+
+@dataclass
+class UncutRows:
+    """What `tokenize` keeps of rows before it cuts and packs them: packed rows have no messages."""
+
+    prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json, which --chat reads
+    conversations: list[dict[str, Any]] = field(default_factory=list)  # the first ones for evaluation, with their tokens
+    tokens: Any = None  # of the training rows, a Dataset or a stream; None: the recipe does not call `tokenize`
 
 
 class RecipeStopped(BaseException):
@@ -87,6 +95,7 @@ class StartedRecipe:
     run: Run
     arguments: tuple[Any, Any, Any] | None = None  # what `parse` returns, once it has read them
     trainer: Any = None  # what `train` was called with
+    uncut: UncutRows = field(default_factory=UncutRows)
 
     def choose_device(self, values: argparse.Namespace) -> None:
         """Called when the values of all arguments are read, before objects are made of them."""

@@ -75,7 +75,7 @@ def check(tokenizer, monkeypatch):
 
     def call(family, *rows, splits=False, **flags):
         tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
-        check_conversations(SimpleNamespace(**flags), SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B", splits)
+        check_conversations(placed(rows), SimpleNamespace(**flags), trl.ModelConfig("Qwen/Qwen3-0.6B"), splits)
 
     return call
 
@@ -162,7 +162,7 @@ def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
     rows = placed([{"messages": WITH_CALL["messages"]}])
     for assistant_only_loss, has_text in ((False, True), (True, False)):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
-        check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
+        check_conversations(rows, training_args, trl.ModelConfig("a model"))
         data = chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace(), frozenset())
         assert data.has_text_arguments == has_text and data.template_date == ""
     tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text()
@@ -290,4 +290,4 @@ def test_rows_that_are_not_judged():
 def test_completion_only_loss_needs_completions(error_of):
     """Otherwise every token would count."""
     args = SimpleNamespace(completion_only_loss=True)
-    assert "--completion_only_loss" in error_of(check_conversations, args, None, frozenset(), placed([{"text": "a"}]), "m")
+    assert "--completion_only_loss" in error_of(check_conversations, placed([{"text": "a"}]), args, None)

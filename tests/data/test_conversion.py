@@ -14,6 +14,7 @@ import datasets
 import pytest
 from conftest import ROOT
 from runs import data_settings, write_rows
+from trl import ModelConfig
 
 ANSWER = {"role": "assistant", "content": "So."}
 
@@ -149,7 +150,7 @@ def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path,
     monkeypatch.setattr(loading, "MOST_KINDS", 2)
     rows = [{"messages": conversation(number)["messages"] * (number // 20 + 1)} for number in range(60)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    data, checked = arguments_for(path), []
-    data = replace(data, check_conversations=checked.extend)
-    load_rows(data)
+    checked = []
+    monkeypatch.setattr(loading, "check_conversations", lambda rows, *arguments: checked.extend(rows))
+    load_rows(arguments_for(path), None, None, ModelConfig("a model"))
     assert [place for place, _ in checked] == [f"{path}, line {line}" for line in (1, 21)]

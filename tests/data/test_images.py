@@ -15,7 +15,7 @@ from harness.data.loading import load_rows
 from harness.data.tokenization import load_processor, tokenize, tokens_of_conversation
 from harness.messages import exit_on_user_error
 from harness.rehearsal import tiny
-from harness.runs import Run
+from harness.runs import Run, StartedRecipe
 
 import numpy
 import pytest
@@ -245,11 +245,11 @@ def test_long_rows_are_left_out(processor, tmp_path, capsys, error_of, rows_of):
     image = {"bytes": picture(), "path": None}
     dataset = rows_of([asked(f"<image>{'word ' * count}") | {"images": [image]} for count in (1, 2, 90)])
     args, run = SFTConfig(str(tmp_path), max_length=60, use_cpu=True, bf16=False, max_steps=1), Run("recipe.py", trains=True)
-    tokens, _ = tokenize(dataset, None, processor, args, run)
+    tokens, _ = tokenize(dataset, None, processor, args, StartedRecipe(run))
     assert "1 of the 3 training rows are not used" in " ".join(capsys.readouterr().out.split())
     assert [len(row["images"]) for row in tokens] == [1, 1]
     args.max_length = 8
-    assert "--max_length" in error_of(tokenize, dataset, None, processor, args, run)
+    assert "--max_length" in error_of(tokenize, dataset, None, processor, args, StartedRecipe(run))
 
 
 @pytest.mark.parametrize("values", ["uint16", ">u2", "int32"])
@@ -333,12 +333,12 @@ def test_chat_template_that_only_the_processor_has(processor, tmp_path, error_of
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     model_args, training_args = ModelConfig(str(tmp_path)), SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
     row = asked("<image>What is this?") | {"images": [{"bytes": picture(), "path": None}]}
-    check_conversations(training_args, model_args, frozenset(), [("", row)], "m")
+    check_conversations([("", row)], training_args, model_args)
     data = fit_template(data_settings(tmp_path, ("images",)), training_args, model_args, frozenset())
     loaded = load_processor(SimpleNamespace(max_pixels=5000), model_args, training_args)
     assert loaded.tokenizer.chat_template == template and data.drops_marks
     without = [("", asked("What is this?"))]
-    assert "no chat template" in error_of(check_conversations, training_args, model_args, frozenset(), without, "m")
+    assert "no chat template" in error_of(check_conversations, without, training_args, model_args)
 
 
 def test_image_lost_during_a_run_is_one_message(processor, tmp_path, error_of):

@@ -7,8 +7,7 @@ import functools
 from pathlib import Path
 
 from harness.data.tokenization import tokenize
-from harness.run.prompts import SeenRows
-from harness.runs import Run
+from harness.runs import Run, StartedRecipe
 
 import pytest
 import real_tokenizers
@@ -66,9 +65,10 @@ def train_rows(tmp_path):
     """The rows that are trained on, and the same before they were truncated and packed."""
 
     def call(tokenizer, rows, **settings):
-        args, seen = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **settings), SeenRows()
-        found, _ = tokenize(Dataset.from_list(rows), None, tokenizer, args, Run("recipe.py", trains=True, seen=seen))
-        return list(found), list(seen.tokens)
+        args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **settings)
+        recipe = StartedRecipe(Run("recipe.py", trains=True))
+        found, _ = tokenize(Dataset.from_list(rows), None, tokenizer, args, recipe)
+        return list(found), list(recipe.uncut.tokens)
 
     return call
 

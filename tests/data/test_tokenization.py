@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 from harness.data.tokenization import load_tokenizer, tokenize
 from harness.folder import DATA, write_json
-from harness.run.prompts import SeenRows
 from harness.run.training import report_dropped_rows
-from harness.runs import Run
+from harness.runs import Run, StartedRecipe
 
 import pytest
 from datasets import Dataset
@@ -31,7 +30,7 @@ def prepare(tokenizer, tmp_path):
         args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **{"max_length": 64} | settings)
         dataset = Dataset.from_list(rows)
         dataset = dataset.to_iterable_dataset() if streams else dataset
-        return list(tokenize(dataset, None, tokenizer, args, Run("recipe.py", trains=True))[0])
+        return list(tokenize(dataset, None, tokenizer, args, StartedRecipe(Run("recipe.py", trains=True)))[0])
 
     return call
 
@@ -105,11 +104,12 @@ def test_evaluation_rows(tokenizer, tmp_path):
     tokenizer.chat_template = "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + eos_token }}{% endfor %}"
     rows = Dataset.from_list([{"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]}] * 20)
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, packing=True, eval_packing=False, assistant_only_loss=True)
-    seen = SeenRows()
-    train, evaluated = tokenize(rows, {"one": rows, "two": rows}, tokenizer, args, Run("recipe.py", seen=seen))
+    recipe = StartedRecipe(Run("recipe.py"))
+    train, evaluated = tokenize(rows, {"one": rows, "two": rows}, tokenizer, args, recipe)
     assert len(train) == 1 and {name: len(rows) for name, rows in evaluated.items()} == {"one": 20, "two": 20}
     assert tokenizer.decode([label for label in evaluated["two"][0]["labels"] if label != -100]) == f"assistant: So.{LAST}"
-    assert len(seen.conversations) == 32 and seen.conversations[0] == rows[0] | {"input_ids": evaluated["one"][0]["input_ids"]}
+    assert len(recipe.uncut.conversations) == 32
+    assert recipe.uncut.conversations[0] == rows[0] | {"input_ids": evaluated["one"][0]["input_ids"]}
     assert not args.assistant_only_loss  # SFTTrainer refuses it for tokens
 
 

@@ -81,9 +81,8 @@ class PreviewedRecipe(PreparedRecipe):
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
         from harness.data.loading import PREVIEWED_ROWS
-        from harness.run.prompts import SeenRows
 
-        self.run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS), seen=SeenRows())
+        self.run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS))
         super().prepare(arguments)
 
 
@@ -99,7 +98,7 @@ class Preview:
         build_trainer(self.started, flags)
         self.trainer = self.started.trainer
         self.tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        self.whole = self.started.run.seen.tokens  # of any length, before cutting and packing; None: the recipe tokenizes itself
+        self.whole = self.started.uncut.tokens  # of any length, before cutting and packing; None: the recipe tokenizes itself
         self.data = read_json(Path(self.trainer.args.output_dir, DATA))  # what `load` has read and skipped; {} without `load`
 
     @functools.cached_property

@@ -107,15 +107,12 @@ def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, convers
     return None is not _text_of(tokenizer, conversation) == _text_of(tokenizer, conversation, chat_template=template)
 
 
-def tokenizer_of_run(
-    training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str], reads_images: bool
-) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with the chat template of the run. Sets --chat_template_path to the file, None if it is not used.
+def choose_template(tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments, given: frozenset[str]) -> None:
+    """Sets --chat_template_path to the file, None if it is not used, and gives the tokenizer its template.
 
     A template that only the recipe sets is for models without one. `given`: names of the arguments that the user has passed.
     A path that does not exist in the current folder can be relative to the project's folder.
     """
-    tokenizer = load_bare_tokenizer(model_args, reads_images)
     path = getattr(training_args, "chat_template_path", None)
     if path and tokenizer.chat_template and "chat_template_path" not in given:
         path = training_args.chat_template_path = None
@@ -125,7 +122,6 @@ def tokenizer_of_run(
             raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
         training_args.chat_template_path = str(file)
         tokenizer.chat_template = file.read_text("utf-8")
-    return tokenizer
 
 
 def fit_template(
@@ -134,7 +130,8 @@ def fit_template(
     """The settings for rows that the chat template of the run renders. Sets `chat_template_path` to None if the model has one."""
     if not {*data.formats} & {*CONVERSATIONS} and not getattr(training_args, "chat_template_path", None):
         return data
-    tokenizer = tokenizer_of_run(training_args, model_args, given, "images" in data.formats)
+    tokenizer = load_bare_tokenizer(model_args, "images" in data.formats)
+    choose_template(tokenizer, training_args, given)
     if not tokenizer.chat_template:
         return data
     date = ""
@@ -190,16 +187,11 @@ def with_text_arguments(row: dict) -> dict:
 
 
 def check_conversations(
-    training_args: TrainingArguments,
-    model_args: ModelConfig,
-    given: frozenset[str],
-    rows: list[PlacedRow],
-    model_name: str,
-    splits_answers: bool = False,
+    rows: list[PlacedRow], training_args: TrainingArguments, model_args: ModelConfig, splits_answers: bool = False
 ) -> None:
     """Raises UserError unless the model's template renders all of the conversations among `rows`, and can mark their answers.
 
-    `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
+    After `fit_template`. `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
     """
     without = next((place for place, row in rows if "completion" not in row), None)
     if getattr(training_args, "completion_only_loss", None) and without:
@@ -207,39 +199,30 @@ def check_conversations(
             f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave "
             "out the flag; for conversations pass --assistant_only_loss true"
         )
-    conversations: list[PlacedRow] = []
-    for place, row in rows:
-        conversations += [(place, conversation) for conversation in conversations_of(row)]
+    conversations = [(place, conversation) for place, row in rows for conversation in conversations_of(row)]
     has_pairs = any("chosen" in row for _, row in rows)
     if not conversations or not (has_pairs or hasattr(training_args, "chat_template_path")):
         return
+    model_name = model_args.model_name_or_path
     with hub_errors("model", model_name):
-        tokenizer = tokenizer_of_run(training_args, model_args, given, any("images" in row for _, row in rows))
+        tokenizer = load_tokenizer_with_template(model_args, training_args, any("images" in row for _, row in rows))
     if not tokenizer.chat_template:
         raise UserError(
             f"--model_name_or_path: {model_name} has no chat template: use its -Instruct or -Chat version, or train it on plain "
             "headings with --chat_template_path recipes/headings.jinja, if the recipe has that flag"
         )
-    rows = conversations
     if splits_answers:
-        rows = []
-        for place, conversation in conversations:
-            rows += [(place, part) for part in split_answers(conversation)]
-    fitted = fit_calls(tokenizer, rows)
+        conversations = [(place, part) for place, row in conversations for part in split_answers(row)]
+    fitted = fit_calls(tokenizer, conversations)
     only_answers = getattr(training_args, "assistant_only_loss", None)
     name = getattr(training_args, "chat_template_path", None) or f"of {model_name}"
     check_rendering(tokenizer, name, fitted, can_split=not splits_answers and only_answers is not None)
-    print_ignored_arguments(tokenizer, rows)
+    print_ignored_arguments(tokenizer, conversations)
     print_ignored_keys(tokenizer, fitted)
     if only_answers is None:
         check_preferences(tokenizer, fitted)
-    elif not only_answers and len({"messages" in row for _, row in rows}) > 1:
-        raise UserError(
-            "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
-            "without this flag the prompts would count in the loss: pass --assistant_only_loss true"
-        )
     else:
-        check_marks(tokenizer, rows, only_answers, model_name, splits_answers)
+        check_marks(tokenizer, conversations, only_answers, model_name, splits_answers)
 
 
 def check_preferences(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
@@ -259,6 +242,11 @@ def check_marks(
     tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], only_answers: bool, model_name: str, splits_answers: bool
 ) -> None:
     """Raises UserError if tokens would count in the loss that must not: of questions, or of turns that are marked so."""
+    if not only_answers and len({"messages" in row for _, row in rows}) > 1:
+        raise UserError(
+            "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
+            "without this flag the prompts would count in the loss: pass --assistant_only_loss true"
+        )
     template = ""
     if only_answers:
         with contextlib.suppress(ValueError):
@@ -507,4 +495,14 @@ def load_bare_tokenizer(model_args: ModelConfig, reads_images: bool = False) -> 
     if reads_images:
         settings, _ = ProcessorMixin.get_processor_dict(name, revision=model_args.model_revision)
         tokenizer.chat_template = settings.get("chat_template") or tokenizer.chat_template
+    return tokenizer
+
+
+def load_tokenizer_with_template(
+    model_args: ModelConfig, training_args: TrainingArguments, reads_images: bool = False
+) -> PreTrainedTokenizerBase:
+    """See `load_bare_tokenizer`; with the template of --chat_template_path, after `fit_template`."""
+    tokenizer = load_bare_tokenizer(model_args, reads_images)
+    if path := getattr(training_args, "chat_template_path", None):
+        tokenizer.chat_template = Path(path).read_text("utf-8")
     return tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 from harness import runs
 from harness.compat.datasets import store_json_exactly
 from harness.data import formats, reading
-from harness.data.chat_templates import has_untrained_turn, with_text_arguments
+from harness.data.chat_templates import check_conversations, has_untrained_turn, with_text_arguments
 from harness.data.conversion import (
     BAD_ANSWER,
     DIGEST,
@@ -48,6 +48,8 @@ from harness.messages import UserError, is_first_process, print_once
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.fingerprint import Hasher, generate_fingerprint
+from transformers import TrainingArguments
+from trl import ModelConfig
 
 ROWS_TO_CHECK = 20  # the first ones, which show the format
 PREVIEWED_ROWS = 400  # of each split, for a preview
@@ -97,10 +99,17 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
     Returns:
         `(train_dataset, eval_dataset)`. Without a test split, rows are held out of the training split.
     """
-    return load_rows(runs.started().run.data, keep)
+    recipe = runs.started()
+    _, training_args, model_args = recipe.arguments
+    return load_rows(recipe.run.data, keep, training_args, model_args)
 
 
-def load_rows(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tuple[Rows, Dataset]:
+def load_rows(
+    data: DataSettings,
+    keep: Callable[[dict], bool] | None = None,
+    training_args: TrainingArguments | None = None,
+    model_args: ModelConfig | None = None,
+) -> tuple[Rows, Dataset]:
     """See `load`. Rows have the first format of `dataset_formats` that they can be converted to, see formats.py.
 
     Rows without a text or an answer are skipped; how many and why is printed, and written into `data.json`.
@@ -118,8 +127,9 @@ def load_rows(data: DataSettings, keep: Callable[[dict], bool] | None = None) ->
         opened.append(open_source(data, source, keep))
         data = replace(data, formats=tuple(filter(None, [opened[0].conversion.format])))
     check_opened(data, opened)
-    if data.check_conversations and is_first_process():
-        data.check_conversations(list(itertools.chain.from_iterable(one.examples for one in opened)))
+    if model_args and model_args.model_name_or_path and is_first_process():
+        examples = list(itertools.chain.from_iterable(one.examples for one in opened))
+        check_conversations(examples, training_args, model_args, data.split_conversations)
 
     digests = frozenset().union(*(one.digests for one in opened))
     shape = shape_of(opened, data)

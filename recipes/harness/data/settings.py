@@ -1,6 +1,5 @@
 """Which datasets and splits a run reads, and how; the rows and tokens of a step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +42,6 @@ class DataSettings:
     template_date: str = ""  # what a chat template that prints the date makes of a conversation today, "" of another template
     has_text_arguments: bool = False  # the chat template expects the arguments of tool calls as JSON
     drops_marks: str = ""  # why turns that are marked not to count in the loss would count, "" if they do not
-    # Raises UserError if the chat template does not render some converted rows; None: they are no conversations.
-    check_conversations: Callable[[list[tuple[str, dict]]], None] | None = None
     needs_test_split: bool = False  # --dataset_test_split was given, so it must exist
     is_read_in_order: bool = False  # the trainer's class does not shuffle, as KTO's: `load` shuffles the rows once
 

@@ -8,22 +8,22 @@ rows with `input_ids` and `labels`, which are -100 where a token does not count 
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from harness import runs
 from harness.data import images
-from harness.data.chat_templates import load_bare_tokenizer, options_of, own_template, show_turns, training_template
+from harness.data.chat_templates import load_tokenizer_with_template, options_of, own_template, show_turns, training_template
 from harness.data.streams import documents_per_batch
 from harness.data.turns import IGNORED
+from harness.folder import CONVERSATIONS, PROMPTS, TEXTS
 from harness.messages import UserError, print_once
-from harness.runs import Run
+from harness.runs import Run, StartedRecipe, UncutRows
 
 from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, SFTConfig, pack_dataset
 from trl.chat_template_utils import is_chat_template_stop_token_trained
-from trl.data_utils import common_prefix_length
+from trl.data_utils import common_prefix_length, is_conversational
 
 Rows = Dataset | IterableDataset
 Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
@@ -32,6 +32,8 @@ IMAGES = "images"  # a column of rows with images, which stay as they are until 
 # The first rows, of which those without a label are counted where packing does not drop them.
 COUNTED_ROWS = 2_000
 COUNTED_ROWS_OF_STREAM = 100
+COMPARED_ROWS = 256  # whose system messages are compared
+KEPT_CONVERSATIONS = 16  # for --verify
 
 
 def load_tokenizer(
@@ -41,10 +43,8 @@ def load_tokenizer(
 
     Pass it to the trainer as `processing_class`. `reads_images`: see `load_bare_tokenizer`.
     """
-    tokenizer = load_bare_tokenizer(model_args, reads_images)
-    path = getattr(training_args, "chat_template_path", None)
-    if path:
-        tokenizer.chat_template = Path(path).read_text("utf-8")
+    tokenizer = load_tokenizer_with_template(model_args, training_args, reads_images)
+    if hasattr(training_args, "chat_template_path"):
         training_args.chat_template_path = None  # SFTTrainer would read a file with another ending as the name of a model
     for name in ("eos_token", "pad_token"):
         # The trainer refuses one that is not in the vocabulary.
@@ -73,7 +73,7 @@ def tokenize(
     eval_dataset: Rows | dict[str, Rows] | None,
     tokenizer: Tokenizer,
     training_args: SFTConfig,
-    run: Run | None = None,
+    recipe: StartedRecipe | None = None,
 ) -> tuple[Rows, Rows | dict[str, Rows] | None]:
     """Tokenizes rows for SFTTrainer: `input_ids` and `labels`, cut or packed to --max_length.
 
@@ -82,17 +82,18 @@ def tokenize(
         eval_dataset: the same; or None, or a dict of several.
         tokenizer: of `load_tokenizer`; of `load_processor` for rows with `images`, which stay, undecoded.
         training_args: an SFTConfig, what `parse` has returned second. It is changed: SFTTrainer takes the rows as they are.
-        run: None for the one of this process.
+        recipe: None for the one of this process. It keeps what is needed of the rows before they are cut and packed.
 
     Returns:
         `(train_dataset, eval_dataset)`. A label is -100 where a token does not count in the loss.
     """
-    run = run or runs.started().run
-    train = tokenize_split("train", train_dataset, tokenizer, training_args, run)
+    recipe = recipe or runs.started()
+    recipe.uncut = UncutRows()
+    train = tokenize_split("train", train_dataset, tokenizer, training_args, recipe)
     if not isinstance(eval_dataset, dict):
         eval_dataset = {"": eval_dataset}
     evaluated = {
-        name: rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, run)
+        name: rows and tokenize_split(f"eval {name}".strip(), rows, tokenizer, training_args, recipe)
         for name, rows in eval_dataset.items()
     }
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
@@ -107,22 +108,55 @@ def tokenize_split(
     rows: Rows,
     tokenizer: Tokenizer,
     args: SFTConfig,
-    run: Run,
+    recipe: StartedRecipe,
 ) -> Rows:
     """The rows of a split as tokens. `split`: "train", "eval", or "eval NAME" of one of several evaluation sets."""
     packs = args.packing
     if split != "train" and args.eval_packing is not None:
         packs = args.eval_packing
     tokens = tokens_of_rows(split, rows, tokenizer, args)
-    if run.seen:
-        run.seen.record(split, rows, tokens)
+    keep_uncut(recipe.uncut, split, rows, tokens)
     if packs:
-        tokens = pack(split, tokens, args, run)
+        tokens = pack(split, tokens, args, recipe.run)
     elif args.max_length is not None:
-        tokens = cut(split, tokens, args, run)
+        tokens = cut(split, tokens, args, recipe.run)
     if args.shuffle_dataset:
         return tokens.shuffle(seed=args.seed)
     return tokens
+
+
+def keep_uncut(uncut: UncutRows, split: str, rows: Rows, tokens: Rows) -> None:
+    """Keeps how prompts look, and conversations: --verify compares the prompts of a saved tokenizer with them.
+
+    `split`: see `tokenize_split`; `rows`: as `tokenize` gets them; `tokens`: the same as tokens, of any length.
+    """
+    if split == "train":
+        uncut.tokens = tokens
+    if "system" not in uncut.prompt:  # of the training rows, unless they are a stream
+        uncut.prompt |= describe_rows(rows)
+    if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
+        for row, of_row in zip(rows.take(KEPT_CONVERSATIONS), tokens.take(KEPT_CONVERSATIONS), strict=True):
+            uncut.conversations.append(row | {"input_ids": of_row["input_ids"]})
+
+
+def describe_rows(rows: Rows) -> dict[str, Any]:
+    """What prompt.json says about readable rows. A stream is not read further than its first row.
+
+    - rows: what the run was trained on; None if the trainer got tokens, or is no SFTTrainer.
+    - system: of CONVERSATIONS, the system message of the training rows, if the first ones all have the same.
+    """
+    first = next(iter(rows), {})
+    if "input_ids" in first:
+        return {}
+    if not is_conversational(first):
+        return {"rows": PROMPTS if "prompt" in first else TEXTS}
+    if not isinstance(rows, Dataset):
+        return {"rows": CONVERSATIONS}
+    systems = set()
+    for row in rows.take(min(COMPARED_ROWS, len(rows))):
+        turn = (row.get("messages") or row["prompt"])[0]
+        systems.add(str(turn["content"]) if turn["role"] == "system" else None)
+    return {"rows": CONVERSATIONS, "system": systems.pop() if len(systems) == 1 else None}
 
 
 def tokens_of_rows(split: str, rows: Rows, tokenizer: Tokenizer, args: SFTConfig) -> Rows:

@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from harness import folder
 from harness.data.streams import fill_last_step, repeat_stream
+from harness.data.tokenization import describe_rows
 from harness.launched import end_run, record_end, record_signal, set_signal_handler
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -22,7 +24,6 @@ from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewa
 from harness.run.losses import prepare_loss
 from harness.run.parameters import adapters_of, base_of, config_of, count_parameters, freeze_unused_parts
 from harness.run.progress import Profile, replace_progress_bar
-from harness.run.prompts import describe_rows
 from harness.run.results import print_summary, write_results
 from harness.run.samples import answer_before, generate_samples, has_held_out, save_held_out
 from harness.run.saving import load_original_config, publish, save_model, set_base_revision, write_model_card
@@ -65,7 +66,7 @@ def run_training(recipe: StartedRecipe) -> None:
         for_failures = prepare_training(recipe)
         before = answer_before(trainer, run.tiny)
         output = train_steps(trainer)
-        finish_training(trainer, run, output, for_failures, before)
+        finish_training(recipe, output, for_failures, before)
     except UserError:
         raise
     except Exception as error:
@@ -117,10 +118,8 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
         print_changed_rows(checkpoint, args, isinstance(trainer.train_dataset, IterableDataset))
         args.eval_on_start = False  # the state of the checkpoint has that evaluation
     check_disk_space(trainer)
-    if run.seen and writes_answers(trainer):
-        run.seen.prompt |= describe_rows(trainer.train_dataset) | {"chat_template_kwargs": args.chat_template_kwargs}
-    if run.seen and trainer.is_world_process_zero():
-        folder.write_json(Path(args.output_dir, folder.PROMPT), run.seen.prompt)
+    if trainer.is_world_process_zero():
+        folder.write_json(Path(args.output_dir, folder.PROMPT), prompt_of(recipe))
 
     add_parts(trainer, weights, parameters, group, checkpoint, original, loss, hidden)
     trained, total = parameters
@@ -130,6 +129,16 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
     for callback in callbacks_of(trainer, run):
         trainer.add_callback(callback)
     return for_failures
+
+
+def prompt_of(recipe: StartedRecipe) -> dict[str, Any]:
+    """How a prompt for the trained model looks: the content of prompt.json, which --chat reads."""
+    trainer = recipe.trainer
+    data = recipe.run.data
+    prompt = {"rows": None, "chat_template_kwargs": data.template_arguments if data else None} | recipe.uncut.prompt
+    if writes_answers(trainer):
+        prompt |= describe_rows(trainer.train_dataset) | {"chat_template_kwargs": trainer.args.chat_template_kwargs}
+    return prompt
 
 
 def callbacks_of(trainer: RunTrainer, run: Run) -> list[TrainerCallback]:
@@ -179,9 +188,11 @@ def train_steps(trainer: RunTrainer) -> TrainOutput | None:
 
 
 def finish_training(
-    trainer: RunTrainer, run: Run, output: TrainOutput | None, for_failures: ProcessGroup | None, before: list[str]
+    recipe: StartedRecipe, output: TrainOutput | None, for_failures: ProcessGroup | None, before: list[str]
 ) -> None:
     """Saves the model; then evaluates it, and writes and prints the results: an error there makes no run fail."""
+    trainer = recipe.trainer
+    run = recipe.run
     output_dir = Path(trainer.args.output_dir)
     is_first = trainer.is_world_process_zero()
     print_best_checkpoint(trainer)
@@ -193,7 +204,7 @@ def finish_training(
     trainer.save_state()
     with only_report("what --verify compares with"):
         if is_first and has_held_out(trainer):
-            save_held_out(trainer, run.seen.conversations if run.seen else [])
+            save_held_out(trainer, recipe.uncut.conversations)
     results = write_results(trainer, output, evaluation)
     with only_report("README.md"):
         write_model_card(trainer)

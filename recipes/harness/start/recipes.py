@@ -48,7 +48,6 @@ from harness.nodes.network import answer_of_first, check_all_reduce, is_of_sever
 from harness.rehearsal import tiny
 from harness.run import training
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
-from harness.run.prompts import SeenRows
 from harness.run.trainer import RunTrainer
 from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
@@ -325,19 +324,10 @@ def prepare_data(run: Run, arguments: Arguments) -> Run:
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    name = model_args.model_name_or_path
-    if not name:
+    if not model_args.model_name_or_path:
         return run
     data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
-    check = functools.partial(
-        chat_templates.check_conversations,
-        training_args,
-        model_args,
-        run.given,
-        model_name=name,
-        splits_answers=data.split_conversations,
-    )
-    return dataclasses.replace(run, data=dataclasses.replace(data, check_conversations=check))
+    return dataclasses.replace(run, data=data)
 
 
 def start_of_training() -> StartedRecipe:
@@ -420,7 +410,7 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     if training_args.world_size > 1:
         map_in_one_process()
         check_all_reduce(training_args.device)
-    return dataclasses.replace(run, seen=SeenRows({"rows": None, "chat_template_kwargs": run.data.template_arguments}))
+    return run
 
 
 def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any]:

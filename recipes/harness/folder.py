@@ -18,7 +18,7 @@ from harness.messages import DamagedFile
 RUN = "run.json"
 RESULTS = "train_results.json"
 DATA = "data.json"  # what `load` read and skipped
-PROMPT = "prompt.json"  # how a prompt for the model looks, see `run/prompts.py`
+PROMPT = "prompt.json"  # how a prompt for the model looks, see `prompt_of` in run/training.py
 CONVERSATIONS = "conversations"  # what a run was trained on, in PROMPT
 TEXTS = "texts"
 PROMPTS = "prompts"

@@ -13,9 +13,9 @@ vocabulary. Under FSDP (4gpu_full_shard), each GPU would receive all weights of 
 
 from harness import load, load_tokenizer, parse, train
 
-from transformers import BitsAndBytesConfig
 from trl import DistillationConfig, DistillationTrainer, get_peft_config, get_quantization_config
 
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 LONGEST_PROMPT = 4000  # characters; no argument of the trainer limits the memory for prompts
 
 
@@ -53,7 +53,8 @@ def main():
         lora_dropout=0.0,
         lora_target_modules=["all-linear"],
         # trl.DistillationConfig: the training
-        teacher_model_name_or_path="Qwen/Qwen3-8B",
+        teacher_model_name_or_path="Qwen/Qwen3-8B",  # each GPU has all of it, also under FSDP
+        teacher_model_init_kwargs={"dtype": "bfloat16", "quantization_config": FOUR_BITS},  # the dtype of what is not quantized
         chat_template_kwargs={"enable_thinking": False},  # thoughts would not end within max_completion_length
         beta=1.0,  # reverse KL: the student gives up what the teacher would not write; 0 is forward KL
         max_completion_length=256,  # tokens of an answer; what follows is not compared
@@ -70,14 +71,6 @@ def main():
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)
-    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
-    of_teacher = {
-        "dtype": "bfloat16",  # of what is not quantized
-        "device_map": {"": training_args.device},  # each GPU has the whole teacher, also under FSDP
-        "quantization_config": four_bits,
-    }
-    given = training_args.teacher_model_init_kwargs
-    training_args.teacher_model_init_kwargs = of_teacher | (given or {})
     trainer = DistillationTrainer(
         model=model_args.model_name_or_path,
         teacher_model=training_args.teacher_model_name_or_path,
@@ -88,7 +81,6 @@ def main():
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )
-    training_args.teacher_model_init_kwargs = given  # loggers write the arguments as JSON, which has no device
     train(trainer)
 
 

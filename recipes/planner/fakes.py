@@ -15,12 +15,14 @@ from typing import Any
 
 from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
+from harness.model.loading import HOST_MEMORY
 from harness.run.sharding import local_tensor
 from planner.attention import flash_workspace
 from planner.ledger import VARLEN_BACKWARD, Ledger, tensors_in
 from planner.quantized import quantize
 
 import torch
+from transformers import BitsAndBytesConfig
 from transformers.initialization import no_init_weights
 
 with expected_names():
@@ -247,13 +249,15 @@ def load_models_from_config(fakes: Fakes) -> None:
         device_map: Any = None,
         **options: Any,
     ) -> Any:
-        place = "gpu"  # a device that is not named by a text is the training's, see `count_moves`
+        place = "gpu"
         is_moved_later = device_map is None and quantization_config is None
-        if is_moved_later or device_map == {"": "cpu"}:
+        if is_moved_later or device_map is HOST_MEMORY:  # that of a teacher is equal: the training's device is the CPU here
             place = "host"
         with fakes.mode:
             model = build_from_config(model_class, name, None, config, revision, dtype, attn_implementation)
             if quantization_config is not None:
+                if isinstance(quantization_config, dict):
+                    quantization_config = BitsAndBytesConfig.from_dict(quantization_config)
                 quantize(model, quantization_config, fakes.ledger)
         for tensor in (*model.parameters(), *model.buffers()):
             fakes.ledger.mark(tensor, "weights", place)

@@ -46,6 +46,7 @@ GENERATING = {
     *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
     *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
 }
+HOST_MEMORY = {"": "cpu"}  # a device map
 
 
 def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
@@ -73,6 +74,9 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         # twice as large, and the products many times as slow.
         model_args.dtype = dtype_of_products(training_args, "float32")
     set_attention(training_args, model_args, run)  # it depends on the dtype
+    if getattr(training_args, "teacher_model_name_or_path", None):  # each process has the whole teacher
+        device = {"": str(training_args.device)}  # loggers write the arguments as JSON
+        training_args.teacher_model_init_kwargs = {"device_map": device} | (training_args.teacher_model_init_kwargs or {})
     if hasattr(training_args, "model_init_kwargs"):
         options = {
             "dtype": model_args.dtype,
@@ -90,9 +94,9 @@ def load_into_host_memory(load: Callable[..., PreTrainedModel], model_class: typ
 
     SFTTrainer passes `device_map=None` in every distributed run, whatever the recipe says, and transformers takes None for the
     current GPU if the weights are quantized: every process would hold the whole 4-bit model there (huggingface/trl#6158).
-    A model that the recipe gives a device, such as a teacher, is not sharded.
+    A model with a device, such as a teacher, is not sharded.
     """
-    return load(name, **options | {"device_map": options.get("device_map") or {"": "cpu"}})
+    return load(name, **options | {"device_map": options.get("device_map") or HOST_MEMORY})
 
 
 def load_small_models() -> None:
@@ -117,9 +121,11 @@ def build_small_model(
         return tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size})
 
     model = build_from_config(model_class, name, shrink, config, revision, dtype)
-    quantization = options.get("quantization_config")
-    model.is_loaded_in_4bit = getattr(quantization, "load_in_4bit", False)  # not of every kind of quantization
-    model.is_loaded_in_8bit = getattr(quantization, "load_in_8bit", False)
+    quantization = options.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    model.is_loaded_in_4bit = quantization.get("load_in_4bit", False)  # not of every kind of quantization
+    model.is_loaded_in_8bit = quantization.get("load_in_8bit", False)
     with contextlib.suppress(OSError):  # not every model has a generation config
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model

@@ -118,8 +118,6 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
         print_changed_rows(checkpoint, args, isinstance(trainer.train_dataset, IterableDataset))
         args.eval_on_start = False  # the state of the checkpoint has that evaluation
     check_disk_space(trainer)
-    if trainer.is_world_process_zero():
-        folder.write_json(Path(args.output_dir, folder.PROMPT), prompt_of(recipe))
 
     add_parts(trainer, weights, parameters, group, checkpoint, original, loss, hidden)
     trained, total = parameters
@@ -128,6 +126,8 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
     replace_progress_bar(trainer)
     for callback in callbacks_of(trainer, run):
         trainer.add_callback(callback)
+    if trainer.is_world_process_zero():
+        folder.write_json(Path(args.output_dir, folder.PROMPT), prompt_of(recipe))
     return for_failures
 
 

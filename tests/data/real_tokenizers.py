@@ -5,7 +5,6 @@ They are downloaded once, and kept in ~/.cache/recipe-tests. Without network or 
 
 import base64
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -136,16 +135,3 @@ def make_llama3(content: str) -> PreTrainedTokenizerBase:
 
 
 MAKERS = {"qwen": make_qwen, "llama3": make_llama3}
-
-
-def end_tokens(rows: list[dict], tokenizer) -> list[str]:
-    """The special tokens at the end of the trained answers; a template may write a line break after them."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special, ends = added | set(tokenizer.all_special_ids), set()
-    for row in rows:
-        pairs = list(zip(row["input_ids"], row["labels"], strict=True))
-        for is_counted, part in itertools.groupby(pairs, lambda pair: pair[1] != -100):
-            tokens = [token for token, _ in part][-3:]
-            if is_counted:
-                ends.add(next((token for token in reversed(tokens) if token in special), tokens[-1]))
-    return [tokenizer.convert_ids_to_tokens(token) for token in sorted(ends)]

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import install
+from conftest import install, slow
 from datasets import Dataset
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM
 from runs import history, read, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -93,31 +93,26 @@ def load(folder):
     """The model or adapter in a folder, in float32, by plain transformers and PEFT."""
     if not (folder / "adapter_config.json").exists():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+    return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def answers(model, tokenizer, prompts, **options):
+def answers(folder, prompts, **options) -> list[str]:
+    """What the model in a folder answers greedily, unless the options say otherwise."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts]
     batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
-    ids = model.generate(**batch, **{"do_sample": False, "max_new_tokens": 32} | options)
+    ids = load(folder).generate(**batch, **{"do_sample": False, "max_new_tokens": 32} | options)
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def right_orders(model, tokenizer) -> int:
+def right_orders(folder) -> int:
     """How many of the held-out orders are answered with their JSON."""
-    found = answers(model, tokenizer, PROMPTS)
-    return sum(answer == row["messages"][-1]["content"] for answer, row in zip(found, HELD_OUT, strict=True))
+    expected = [row["messages"][-1]["content"] for row in HELD_OUT]
+    return sum(answer == text for answer, text in zip(answers(folder, PROMPTS), expected, strict=True))
 
 
 def numbers(logs, key) -> list[float]:
     return [entry[key] for entry in logs if key in entry]
-
-
-def numbers_of_training(trainer, key) -> list[float]:
-    if not trainer.state.global_step:
-        trainer.train()
-    return numbers(trainer.state.log_history, key)
 
 
 def tokens_of(row, tokenizer):
@@ -132,10 +127,25 @@ def tokens_of(row, tokenizer):
 def test_sft(smollm2, taught, tmp_path):
     """Of 16 held-out orders no answer is right before the training, and 15 after it. Plain TRL has the same losses."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    assert right_orders(load(smollm2), tokenizer) == 0
-    assert right_orders(load(taught), tokenizer) >= 15
+    assert right_orders(smollm2) == 0 and right_orders(taught) >= 15
     args = SFTConfig(str(tmp_path), learning_rate=1e-4, completion_only_loss=True, **PLAIN)
     rows = Dataset.from_list([tokens_of(row, tokenizer) for row in ORDERS])
     trainer = SFTTrainer(str(smollm2), args, train_dataset=rows, processing_class=tokenizer)
-    assert numbers(history(taught), "loss") == pytest.approx(numbers_of_training(trainer, "loss"), rel=0.02, abs=1e-3)
+    trainer.train()
+    assert numbers(history(taught), "loss") == pytest.approx(numbers(trainer.state.log_history, "loss"), rel=0.02, abs=1e-3)
     assert read(taught)["eval_loss"] < 0.05 < 1 < read(taught)["eval_loss_on_start"]
+
+
+@slow
+def test_lora_and_qlora(smollm2, teach, launch, tmp_path):
+    """As the first test. 4-bit weights give nearly the same loss; merged adapters give the same answers to plain transformers."""
+    losses = []
+    for flags in ([], ["--load_in_4bit"]):
+        run = teach("smollm2_chat", ORDERS, HELD_OUT, "--use_peft", "--learning_rate", 2e-3, *flags)
+        merged = tmp_path / f"merged{len(losses)}"
+        losses.append(read(run)["eval_loss"])
+        for command in (["--merge", run, merged], ["--verify", run, merged]):
+            process = launch(*command)
+            assert process.returncode == 0, process.stdout + process.stderr
+        assert right_orders(merged) >= 15 and (flags or answers(merged, PROMPTS) == answers(run, PROMPTS))
+    assert losses[0] < 0.05 and abs(losses[1] - losses[0]) < 0.05, losses

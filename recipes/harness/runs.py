@@ -6,11 +6,6 @@ it after `parse`. What a run uses is in `trainer.args`.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import json
-import os
-import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +16,6 @@ from typing import Any, NamedTuple
 from harness.configs import AccelerateConfig
 
 from filelock import FileLock
-
-SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
-# In JSON, with its value.
-SECRET_KEY = re.compile(r'("(?:(?:hf_|hub_|auth_|access_)?token|[^"]*(?:key|secret|password))": )"[^"]*"', re.IGNORECASE)
 
 PROJECT = Path(__file__).resolve().parents[2]
 _started: "StartedRecipe | None" = None  # in this process
@@ -55,7 +46,7 @@ class Run:
     gpu: GpuFeatures = NO_FEATURES
     # What follows from the values of the arguments.
     given: frozenset[str] = frozenset()  # names of the arguments that the user passed
-    settings: dict[str, Any] = field(default_factory=dict)  # the values of all arguments that are not defaults
+    values: argparse.Namespace | None = None  # of all arguments, before others follow from them
     data: Any = None  # which rows are read, a `harness.data.settings.DataSettings`
     profile: bool = False
     repository: Any = None  # to which the model is uploaded, a `harness.run.saving.Repository`
@@ -65,11 +56,6 @@ class Run:
     @property
     def is_sharded(self) -> bool:
         return self.any_config or self.config.is_fsdp
-
-    @property
-    def default_output_dir(self) -> str:
-        """`outputs/RECIPE`, for a rehearsal `outputs/tiny/RECIPE`."""
-        return str(Path("outputs", "tiny" if self.tiny else "") / Path(self.recipe).stem)
 
 
 @dataclass
@@ -135,35 +121,3 @@ def running(recipe: StartedRecipe) -> Iterator[None]:
         pass
     finally:
         set_started(before)
-
-
-def plain(value: Any) -> Any:
-    """A value of an argument as JSON has it; a list of one is what it contains, as TRL reads it."""
-    if isinstance(value, str) and value.startswith("{"):  # the JSON of a flag
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    return json.loads(json.dumps(value, default=str))
-
-
-def without_secrets(value: Any) -> Any:
-    """A plain value without tokens and passwords: those of environment variables become `env:NAME`."""
-    text = SECRET_KEY.sub(r'\1"hidden"', json.dumps(value))
-    for name, secret in os.environ.items():
-        if SECRET_VARIABLE.search(name) and len(secret) > 7:
-            text = text.replace(secret, f"env:{name}")
-    text = re.sub(r"\bhf_[A-Za-z0-9]{30,}", "hidden", text)
-    text = re.sub(r"(://)[^/@\s\"]+@", r"\1", text)  # name and password
-    return json.loads(re.sub(r"(https?://[^\s?\"]*)\?[^\s\"'\\]*", r"\1", text))  # the signature of a URL
-
-
-def settings_of(values: argparse.Namespace, classes: tuple[type, ...]) -> dict[str, Any]:
-    """The values of arguments that are not defaults, sorted by name. `classes`: those of the arguments."""
-    found = {}
-    for argument in (argument for cls in classes for argument in dataclasses.fields(cls) if argument.init):
-        default = plain(argument.default if argument.default_factory is dataclasses.MISSING else argument.default_factory())
-        value = plain(getattr(values, argument.name, default))
-        if value != default and argument.name != "disable_tqdm":
-            found[argument.name] = value
-    return without_secrets(dict(sorted(found.items())))

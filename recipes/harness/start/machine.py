@@ -1,29 +1,55 @@
-"""Checks of this machine: its GPUs and its shared memory."""
+"""The machines of a run: on which device it computes, how memory is allocated, and what is checked of all nodes."""
 
 import argparse
+import dataclasses
+import hashlib
+import json
 import os
+import platform
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
+from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.torch import set_allocator_settings
 from harness.configs import AccelerateConfig
-from harness.messages import UserError, plural
-from harness.runs import Run, plain, rehearsal_hint
-from harness.start.environment import GROWING, own_allocator_settings
+from harness.launched import launched
+from harness.messages import UserError, plural, print_once
+from harness.model.gpu_features import find_gpu_features
+from harness.nodes.network import answer_of_first, is_of_several, publish_of_node, values_of_nodes
+from harness.runs import NO_FEATURES, GpuFeatures, Run, rehearsal_hint
+from harness.start.environment import ALLOCATOR_VARIABLES, GROWING, own_allocator_settings
 
 import torch
 from transformers import TrainingArguments
 from trl import ModelConfig
 
 
-def set_allocator(run: Run, values: argparse.Namespace) -> str:
+def choose_device(run: Run, values: argparse.Namespace) -> Run:
+    """The run, with whether it computes on CPU. Sets what CUDA and accelerate read at their first use.
+
+    `values`: of all arguments.
+    """
+    on_cpu = must_use_cpu(run, values) if launched() else run.on_cpu or values.use_cpu
+    if not launched() and not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
+        print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
+    if on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
+        if run.config.is_fsdp:
+            allow_fsdp_on_cpu()
+    set_allocator(run.config, values)
+    return dataclasses.replace(run, on_cpu=on_cpu)
+
+
+def set_allocator(config: AccelerateConfig, values: argparse.Namespace) -> str:
     """Sets how PyTorch allocates memory, unless the user has, by a call: CUDA may have started. Returns the settings.
 
     `values`: of all arguments.
     """
     if own := own_allocator_settings():
         return own
-    settings = allocator_settings(run.config, values)
+    settings = allocator_settings(config, values)
     set_allocator_settings(settings)
     return settings
 
@@ -35,7 +61,9 @@ def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> 
     all arguments.
     """
     settings = GROWING
-    checkpointing = plain(values.activation_checkpointing_kwargs) or {}  # the flag has JSON
+    checkpointing = values.activation_checkpointing_kwargs or {}
+    if isinstance(checkpointing, str):  # of a flag
+        checkpointing = json.loads(checkpointing)
     offloads_activations = (
         config.activation_checkpointing_offload
         or getattr(values, "activation_offloading", False)  # not of every class of arguments
@@ -68,6 +96,50 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
         f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'} (NPROC_PER_NODE sets how many are "
         f"used). {rehearsal_hint(run.recipe, run.config)}"
     )
+
+
+def features_of_nodes(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> GpuFeatures:
+    """What the GPUs of all nodes can. Collective: the first process checks the nodes, the others wait for its answer.
+
+    Raises UserError if a node has a problem, or other flags, files or GPUs.
+    """
+    if is_of_several():
+        publish_of_node(lambda: facts_of_node(run, training_args, model_args))
+    return GpuFeatures(*answer_of_first("nodes", lambda: check_nodes(run, training_args, model_args)))
+
+
+def check_nodes(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> GpuFeatures:
+    """What the first process of the run does for `features_of_nodes`."""
+    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args, model_args)]
+    first = nodes[0]
+    for node in nodes:
+        problem = node["problem"]
+        if not problem and node["start"] != first["start"]:
+            problem = f"started with {node['start']}, {first['host']} with {first['start']}: start all nodes alike"
+        if problem:
+            raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
+    return first["features"]
+
+
+def facts_of_node(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:
+    """What the first process of the run must know of this node."""
+    problem, features = "", NO_FEATURES
+    try:
+        check_one_gpu(training_args)
+        check_shared_memory(run)
+        if not training_args.use_cpu:
+            check_bf16(training_args, model_args, run)
+        if training_args.device.type == "cuda":
+            features = find_gpu_features()
+    except UserError as error:
+        problem = str(error)
+    files = {Path(path).name: digest_of_file(path) for path in (run.recipe, run.config.path) if path}
+    start = f"{sys.argv[1:]} {files} {features}"
+    return {"host": platform.node(), "features": features, "problem": problem, "start": start}
+
+
+def digest_of_file(path: str | Path) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
 
 
 def check_one_gpu(training_args: TrainingArguments) -> None:

@@ -1,6 +1,5 @@
-"""A recipe in this process: how its failures are reported, and running one for a command that needs its trainer."""
+"""A recipe in this process: `parse`, `train`, how its failures are reported, and running one for a command."""
 
-import argparse
 import atexit
 import dataclasses
 import functools
@@ -8,7 +7,6 @@ import logging
 import multiprocessing
 import multiprocessing.util  # its exit handler is registered before ours, so it runs after it
 import os
-import platform
 import runpy
 import signal
 import sys
@@ -20,13 +18,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from harness import configs, runs
-from harness.compat.accelerate import allow_fsdp_on_cpu
-from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.datasets import map_in_one_process
 from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import never_ask_for_code, set_date_of_chat_templates, use_no_gpu_kernels
 from harness.compat.trl import generate_in_evaluation_mode, keep_activation_checkpointing
-from harness.data import chat_templates
+from harness.data.chat_templates import fit_template
 from harness.launched import (
     OUT_OF_TIME,
     end_of_imports,
@@ -38,58 +34,31 @@ from harness.launched import (
     set_signal_handler,
 )
 from harness.messages import HubLost, UserError, exit_on_user_error, is_first_process, print_once
-from harness.model.gpu_features import find_gpu_features
-from harness.model.loading import (
-    keep_adapter_in_text_part,
-    set_loading_options,
-)
+from harness.model.attention import check_packing
+from harness.model.loading import check_models, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
+from harness.nodes.network import answer_of_first, check_all_reduce
 from harness.rehearsal import tiny
 from harness.run import training
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
 from harness.run.trainer import RunTrainer
-from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
+from harness.runs import Run, StartedRecipe
 from harness.start import machine
-from harness.start.arguments import (
-    Arguments,
-    check_flags_have_effect,
-    check_generation,
-    check_optimizer,
-    make_arguments,
-    read_values,
-)
-from harness.start.claim import Claim, check_folder_is_shared, claim_run, digest_of_file, lock_of, use_commit
-from harness.start.environment import (
-    ALLOCATOR_VARIABLES,
-    GROWING,
-    LEFT_TO_ARGUMENTS,
-    config_of_accelerate,
-    set_environment_of_accelerate,
-)
+from harness.start.arguments import Arguments, make_arguments, read_values
+from harness.start.claim import claim_folder
+from harness.start.environment import LEFT_TO_ARGUMENTS, config_of_accelerate, set_environment_of_accelerate
 
 import datasets
 import torch
 import transformers
 from accelerate.utils import check_cuda_p2p_ib_support
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 
 
-def report_failures_of(recipe: StartedRecipe) -> None:
-    """Makes this process end with one message, and the right exit code, when the recipe that runs in it fails."""
-    sys.excepthook = functools.partial(_end_process, recipe)
-
-
-def begin_process() -> None:
-    """What a process that trains does when its imports are done."""
-    end_of_imports()
-    atexit.register(_prepare_exit)
-
-
-def _end_process(recipe: StartedRecipe, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The `sys.excepthook` of a recipe. It exits itself: Python would exit with code 1."""
+def end_process(recipe: StartedRecipe, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The `sys.excepthook` of a recipe: one message, and the right exit code. It exits itself: Python would exit with code 1."""
     code = 1
     try:
         with exit_on_user_error():
@@ -160,7 +129,7 @@ def report_missing_train(recipe: StartedRecipe) -> None:
         record_end(2)
 
 
-def _prepare_exit() -> None:
+def prepare_exit() -> None:
     """Runs before the exit handler of multiprocessing, which waits for daemons, such as workers that ignore SIGTERM.
 
     They have some time, because a Pool ends its workers itself.
@@ -169,11 +138,11 @@ def _prepare_exit() -> None:
     set_interrupt_handler(signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise when a worker is killed
     if any(child.daemon for child in multiprocessing.active_children()):
-        signal.signal(signal.SIGALRM, _kill_daemons)  # no timer: Python 3.12 starts no thread while it exits
+        signal.signal(signal.SIGALRM, kill_daemons)  # no timer: Python 3.12 starts no thread while it exits
         signal.alarm(DAEMON_TIMEOUT)
 
 
-def _kill_daemons(number: int, frame: FrameType | None) -> None:
+def kill_daemons(number: int, frame: FrameType | None) -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -212,18 +181,18 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         `(script_args, training_args, model_args)`. In a rehearsal `model_args` names a tiny model, and `load` reads a tiny
         dataset.
     """
-    started = runs.started() or start_of_training()
+    recipe = runs.started() or start_of_training()
+    recipe.run = read_values(recipe.run, config_class, defaults)
     quiet_libraries()
-    never_ask_for_code()
     disable_peer_to_peer()
-
-    values, given = read_values(started.run, config_class, defaults)
-    started.run = dataclasses.replace(started.run, given=given)
-    started.choose_device(values)
-    started.run, arguments = make_arguments(started.run, values, config_class, dataset_formats, defaults)
-    started.arguments = arguments
-    started.prepare(arguments)
-    return arguments
+    recipe.choose_device()
+    if recipe.run.on_cpu:
+        multiply_in_float32()
+        use_no_gpu_kernels()
+    never_ask_for_code()
+    recipe.run, recipe.arguments = make_arguments(recipe.run, config_class, dataset_formats, defaults)
+    recipe.prepare(recipe.arguments)
+    return recipe.arguments
 
 
 def train(trainer: Trainer) -> None:
@@ -233,9 +202,9 @@ def train(trainer: Trainer) -> None:
         trainer: a `transformers.Trainer` of any class, built with the `training_args` that `parse` has returned. What it has no
             use for, such as samples of a classifier, is left out.
     """
-    started = runs.started()
-    started.trainer = trainer
-    started.train(trainer)
+    recipe = runs.started()
+    recipe.trainer = trainer
+    recipe.train(trainer)
 
 
 def quiet_libraries() -> None:
@@ -244,14 +213,14 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
     warnings.filterwarnings("ignore", message=".* returned a view tensor")  # as many models do, none of which changes it in place
-    # `check_models` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
+    # The launcher prints that the Hub cannot be reached, so that datasets come from the cache; a CPU has no TF32.
     # Names that a checkpoint lacks are those of tied weights: `check_saved_weights` finds others.
     # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(_is_useful)
+        logging.getLogger(name).addFilter(is_useful)
 
 
-def _is_useful(record: logging.LogRecord) -> bool:
+def is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if " LOAD REPORT from: " in message:  # the table of the weights that a model's files lack, such as a new head
         return is_first_process()
@@ -269,67 +238,6 @@ def disable_peer_to_peer() -> None:
             os.environ.setdefault(name, "1")
 
 
-def check_all_arguments(run: Run, arguments: Arguments) -> None:
-    """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
-    check_flags_have_effect(run, *arguments)
-    check_optimizer(arguments[1], run.config)
-    if hasattr(arguments[1], "max_completion_length"):
-        check_generation(*arguments[:2])
-
-
-def set_model_options(run: Run, arguments: Arguments) -> None:
-    """Sets how the model is loaded and its loss computed. After `check_all_arguments`, which looks at what was asked for."""
-    _, training_args, model_args = arguments
-    set_loading_options(training_args, model_args, run)
-    if run.data.formats:  # rows of a recipe that names none can have images
-        keep_adapter_in_text_part(model_args, run.tiny)
-    if model_args.load_in_4bit and run.on_cpu:
-        keep_4bit_layout()
-
-
-def replace_model_and_dataset(run: Run, arguments: Arguments) -> Run:
-    """Makes a rehearsal use the tiny model and dataset: changes the arguments, and returns the run with other data."""
-    if not run.tiny:
-        return run
-    return dataclasses.replace(run, data=tiny.use_replacements(run.data, *arguments[1:]))
-
-
-def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> Run:
-    """Changes the libraries in this process as the arguments need it. Returns what `prepare_data` does.
-
-    `date`: that chat templates print, None for today's.
-    """
-    _, training_args, _ = arguments
-    if run.on_cpu:
-        use_no_gpu_kernels()
-        multiply_in_float32()
-    if training_args.use_cpu:
-        # Liger's kernels and pinned memory need a GPU; the activations are in host memory already.
-        for name in ("use_liger_kernel", "activation_offloading"):
-            if getattr(training_args, name, False):
-                setattr(training_args, name, False)
-                print_once(f"--{name} is not used: this run has no GPU.")
-        (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
-    # On an H100 or a B200, cuDNN's attention makes a plan for each new shape of a batch (up to 1 s) and length of a text (54 ms).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    keep_activation_checkpointing()
-    generate_in_evaluation_mode()
-    set_date_of_chat_templates(date)
-    return prepare_data(run, arguments)
-
-
-def prepare_data(run: Run, arguments: Arguments) -> Run:
-    """Sets which process shows progress. Returns the run with rows that fit the chat template."""
-    _, training_args, model_args = arguments
-    if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
-        datasets.disable_progress_bars()
-        transformers.logging.disable_progress_bar()
-    if not model_args.model_name_or_path:
-        return run
-    data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
-    return dataclasses.replace(run, data=data)
-
-
 def start_of_training() -> StartedRecipe:
     """The recipe of a process that was started to train, by launch.sh, `accelerate launch`, torchrun or python."""
     run = Run(sys.argv[0], trains=True)
@@ -343,37 +251,25 @@ def start_of_training() -> StartedRecipe:
     elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         run = dataclasses.replace(run, config=config_of_accelerate(), processes=processes)
         os.environ.update(LEFT_TO_ARGUMENTS)
-    started = TrainedRecipe(run)
-    runs.set_started(started)
-    begin_process()
-    report_failures_of(started)
-    return started
+        if run.config.is_fsdp:
+            print_once(f"warning: {', '.join(sorted(configs.OWN_KEYS))} of a config are read with ./launch.sh only.")
+    end_of_imports()
+    atexit.register(prepare_exit)
+    recipe = TrainedRecipe(run)
+    sys.excepthook = functools.partial(end_process, recipe)
+    runs.set_started(recipe)
+    return recipe
 
 
 class TrainedRecipe(StartedRecipe):
     """A recipe that trains."""
 
-    def choose_device(self, values: argparse.Namespace) -> None:
-        """Finds whether the run computes on CPU, and sets what CUDA and accelerate read at their first use."""
-        run = self.run
-        if launched():
-            on_cpu = machine.must_use_cpu(run, values)
-        else:
-            on_cpu = run.on_cpu or values.use_cpu
-            if run.is_sharded:
-                print_once(f"warning: {', '.join(sorted(configs.OWN_KEYS))} of a config are read with ./launch.sh only.")
-            if not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
-                print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
-        machine.set_allocator(run, values)
-        if on_cpu:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
-            if run.is_sharded:
-                allow_fsdp_on_cpu()
-        self.run = dataclasses.replace(run, on_cpu=on_cpu)
+    def choose_device(self) -> None:
+        self.run = machine.choose_device(self.run)
 
     def prepare(self, arguments: Arguments) -> None:
         # Again, after `start_of_training`: torch has put its own hook around it when it connected the processes.
-        report_failures_of(self)
+        sys.excepthook = functools.partial(end_process, self)
         self.run = prepare_run(self.run, arguments)
         if launched():
             atexit.register(report_missing_train, self)
@@ -387,59 +283,49 @@ class TrainedRecipe(StartedRecipe):
 def prepare_run(run: Run, arguments: Arguments) -> Run:
     """Prepares each process for the run. The first one checks it and claims the output directory, the others wait."""
     _, training_args, model_args = arguments
-    output_dir = Path(training_args.output_dir)
-    if is_of_several():
-        publish_of_node(lambda: facts_of_node(run, training_args))
-    gpu = GpuFeatures(*answer_of_first("arguments", lambda: check_nodes_and_arguments(run, arguments)))
-    run = dataclasses.replace(run, gpu=gpu, lock=lock_of(output_dir))
-    set_model_options(run, arguments)
+    name = model_args.model_name_or_path
+    run = dataclasses.replace(run, gpu=machine.features_of_nodes(run, training_args, model_args))
+    run, date = claim_folder(run, arguments)
 
-    claim = Claim(*answer_of_first("run", lambda: claim_run(run, arguments)))
-    use_commit(arguments, claim.commit, claim.teacher_commit)
-    if training_args.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # of the checks
-    run = replace_model_and_dataset(run, arguments)
-
-    if run.nodes > 1 and training_args.save_strategy != "no":
-        check_folder_is_shared(output_dir)
+    answer_of_first("model", lambda: check_models(run, arguments))
+    set_loading_options(training_args, model_args, run)
+    if run.tiny:
+        run = dataclasses.replace(run, data=tiny.use_replacements(run.data, training_args, model_args))
+    if name:
+        answer_of_first("packing", lambda: check_packing(training_args, model_args, name, can_use_kernels=not run.on_cpu))
     if model_args.load_in_4bit and run.is_sharded:
         answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
-    run = prepare_process(run, arguments, datetime.fromisoformat(claim.date))
+
+    run = prepare_process(run, arguments, datetime.fromisoformat(date))
     set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
+    if training_args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of the checks
     if training_args.world_size > 1:
         map_in_one_process()
         check_all_reduce(training_args.device)
     return run
 
 
-def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any]:
-    """What the first process of the run must know of this node."""
-    problem, features = "", NO_FEATURES
-    try:
-        machine.check_one_gpu(training_args)
-        machine.check_shared_memory(run)
-        if training_args.device.type == "cuda":
-            features = find_gpu_features()
-    except UserError as error:
-        problem = str(error)
-    files = {Path(path).name: digest_of_file(path) for path in (run.recipe, run.config.path) if path}
-    start = f"{sys.argv[1:]} {files} {features}"
-    return {"host": platform.node(), "features": features, "problem": problem, "start": start}
+def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> Run:
+    """Changes the libraries in this process as the arguments need it. Returns the run with rows that fit the chat template.
 
-
-def check_nodes_and_arguments(run: Run, arguments: Arguments) -> GpuFeatures:
-    """What the GPUs of all nodes can.
-
-    Raises UserError if a node has a problem, or other flags, files or GPUs, and for arguments that contradict.
+    `date`: that chat templates print, None for today's.
     """
-    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, arguments[1])]
-    first = nodes[0]
-    for node in nodes:
-        problem = node["problem"]
-        if not problem and node["start"] != first["start"]:
-            problem = f"started with {node['start']}, {first['host']} with {first['start']}: start all nodes alike"
-        if problem:
-            raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
-    check_all_arguments(run, arguments)
-    return GpuFeatures(*first["features"])
+    _, training_args, model_args = arguments
+    set_date_of_chat_templates(date)
+    # On an H100 or a B200, cuDNN's attention makes a plan for each new shape of a batch (up to 1 s) and length of a text (54 ms).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    keep_activation_checkpointing()
+    generate_in_evaluation_mode()
+    if training_args.use_cpu:
+        # Liger's kernels and pinned memory need a GPU; the activations are in host memory already.
+        for option in ("use_liger_kernel", "activation_offloading"):
+            if getattr(training_args, option, False):
+                setattr(training_args, option, False)
+                print_once(f"--{option} is not used: this run has no GPU.")
+        (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
+    if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+    return dataclasses.replace(run, data=fit_rows(run, training_args, model_args))

@@ -74,27 +74,27 @@ class Rehearsals:
 def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
     """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
     from harness import runs
-    from harness.start import claim, machine, recipes
+    from harness.model.loading import check_models
+    from harness.start import claim, machine
 
     class CheckedRecipe(runs.StartedRecipe):
-        claim = None
+        is_checked = False
 
-        def choose_device(self, values):
-            self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run, values))
+        def choose_device(self):
+            self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run, self.run.values))
 
         def prepare(self, arguments):
-            with mock.patch.object(recipes, "is_of_several", lambda: False):  # the processes that train are not there
-                gpu = recipes.check_nodes_and_arguments(self.run, arguments)
-                run = dataclasses.replace(self.run, gpu=gpu, lock=claim.lock_of(Path(arguments[1].output_dir)))
-                recipes.set_model_options(run, arguments)
-                self.claim = claim.claim_run(run, arguments)
-                run.lock.release()
+            machine.check_nodes(self.run, *arguments[1:])
+            run, _ = claim.claim_folder(self.run, arguments)
+            check_models(run, arguments)
+            run.lock.release()
+            self.is_checked = True
             raise runs.RecipeStopped
 
     started = CheckedRecipe(runs.Run(str(recipe), config, processes, tiny=tiny, trains=True))
     with runs.running(started):
         runpy.run_path(str(recipe), run_name="__main__")
-    return started.claim is not None
+    return started.is_checked
 
 
 def build_trainer(recipe, output_dir: Path, *flags):

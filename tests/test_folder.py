@@ -5,7 +5,7 @@ import os
 from harness import folder
 from harness.data.reading import file_versions
 from harness.start import claim as of_claim
-from harness.start.claim import CHOICE_OF_ROWS, MUST_BE_EQUAL
+from harness.start.claim import CHOICE_OF_ROWS, SETTINGS
 
 import pytest
 from runs import read
@@ -63,7 +63,7 @@ def test_claim(tmp_path, error_of):
     assert "not from a run" in error_of(claim, tmp_path, IDENTITY)
 
 
-@pytest.mark.parametrize("name", MUST_BE_EQUAL)
+@pytest.mark.parametrize("name", SETTINGS["must be equal"])
 def test_folder_of_another_run_is_refused(tmp_path, error_of, name):
     """Its checkpoint cannot be loaded, or what it has learned would mean something else, or it was evaluated on other rows."""
     place = dict if name in IDENTITY else lambda value: {"settings": IDENTITY["settings"] | value}

@@ -6,11 +6,11 @@ import shutil
 
 from harness import configs
 from harness.data.reading import open_splits
-from harness.hub import check_model_exists, commit_of, is_reachable
+from harness.hub import find_commit, is_reachable
 from harness.messages import HubLost, UserError
 from harness.model.loading import check_weights
 from harness.model.quantized import quantized_folder
-from harness.start.recipes import use_commit
+from harness.start.claim import use_commits
 
 import datasets
 import huggingface_hub
@@ -47,26 +47,26 @@ def test_models_that_cannot_be_read(hub, error_of, tmp_path):
         (hub.root / f"models/{name}/model").mkdir(parents=True)
     (hub.root / "models/locked/model/.gated").touch()
     (hub.root / "models/open/model/config.json").write_text('{"model_type": "llama"}')
-    assert "gated repo" in error_of(check_model_exists, "locked/model", "main")
+    assert "gated repo" in error_of(find_commit, "locked/model", "main")
     for name in ("no/such-model", "a b", "./nowhere", str(tmp_path)):
-        assert f"model {name}: " in error_of(check_model_exists, name, "main")
-    check_model_exists("open/model", "main")
+        assert f"model {name}: " in error_of(find_commit, name, "main")
+    find_commit("open/model", "main")
     assert is_reachable(1)
     hub.shutdown()
     hub.server_close()
     huggingface_hub.close_session()  # its connections are answered still
     assert not is_reachable(1)
-    check_model_exists("open/model", "main")
-    assert "--prepare" in error_of(check_model_exists, "no/network", "main")
+    find_commit("open/model", "main")
+    assert "--prepare" in error_of(find_commit, "no/network", "main")
 
 
 def test_adapter_is_no_model(error_of, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "its/base"}')
-    message = error_of(check_model_exists, str(tmp_path), "main")
+    message = error_of(find_commit, str(tmp_path), "main")
     assert "its/base" in message and "--merge" in message
 
 
-def test_branch_is_resolved_to_a_commit(hub, tmp_path):
+def test_branch_is_resolved_to_a_commit(hub):
     """4-bit weights that were made of an earlier commit are not those of the model."""
     tiny_model("meta-llama/Llama-3.1-8B", hub.root / "models/some/llama")
     model_args = ModelConfig("some/llama", load_in_4bit=True)
@@ -75,13 +75,13 @@ def test_branch_is_resolved_to_a_commit(hub, tmp_path):
     for commit in ("1" * 40, "2" * 40):
         hub.commit, model_args.model_revision = commit, "main"
         AutoConfig.from_pretrained("some/llama", revision="main")
-        assert commit_of("some/llama", "main") == commit
-        use_commit((None, training_args, model_args), commit)
+        assert find_commit("some/llama", "main") == commit
+        use_commits((None, training_args, model_args), commit)
         assert model_args.model_revision == commit == training_args.model_init_kwargs["revision"]
         folders.add(quantized_folder(model_args))
         training_args.model_init_kwargs["revision"] = "main"
     assert len(folders) == 2
-    assert commit_of(str(tmp_path), "main") == "main"
+    assert find_commit(str(hub.root / "models/some/llama"), "main") == "main"
 
 
 def test_run_resumes_with_its_commit(session_hub, fork_launch, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib import error, request
@@ -32,12 +33,14 @@ def use_cache_if_unreachable() -> None:
     """Sets HF_HUB_OFFLINE if the Hub cannot be reached: otherwise every process would retry for long."""
     if "HF_HUB_OFFLINE" not in os.environ and not is_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"
+        print("The Hub cannot be reached: using the files on this machine.", file=sys.stderr, flush=True)
 
 
-def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_path") -> None:
-    """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub.
+def find_commit(model: str, revision: str, flag: str = "--model_name_or_path") -> str:
+    """The commit of a revision of a model, such as "main", whose config.json is read; of a folder, the revision itself.
 
-    Also for the folder of an adapter: transformers would load its base model too, and train neither. `flag`: names the model.
+    Raises UserError if there is none in the folder, on the Hub, or without network in the cache. Also for the folder of an
+    adapter: transformers would load its base model too, and train neither. `flag`: names the model.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from transformers import AutoConfig
@@ -50,24 +53,14 @@ def check_model_exists(model: str, revision: str, flag: str = "--model_name_or_p
             "--chat, --merge and --verify take the adapter itself"
         )
     with hub_errors("model", model):
-        folder = Path(model)
-        if not folder.is_dir():
-            file = try_to_load_from_cache(model, "config.json", revision=revision)
-            if not isinstance(file, str):
-                HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
-                file = hf_hub_download(model, "config.json", revision=revision)
-            folder = Path(file).parent
+        if Path(model).is_dir():
+            AutoConfig.from_pretrained(model)
+            return revision
+        if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
+        folder = Path(hf_hub_download(model, "config.json", revision=revision)).parent
         AutoConfig.from_pretrained(folder)
-
-
-def commit_of(model: str, revision: str) -> str:
-    """The commit of a model whose config.json was loaded by this revision, such as "main"; of a folder, the revision itself."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file = None if Path(model).is_dir() else try_to_load_from_cache(model, "config.json", revision=revision)
-    if isinstance(file, str):
-        return Path(file).parent.name
-    return revision
+    return folder.name
 
 
 @contextlib.contextmanager

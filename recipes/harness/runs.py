@@ -83,7 +83,7 @@ class StartedRecipe:
     trainer: Any = None  # what `train` was called with
     uncut: UncutRows = field(default_factory=UncutRows)
 
-    def choose_device(self, values: argparse.Namespace) -> None:
+    def choose_device(self) -> None:
         """Called when the values of all arguments are read, before objects are made of them."""
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:

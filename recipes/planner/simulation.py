@@ -4,7 +4,6 @@ Simulated are loading, one optimizer step with the optimizer's states in place, 
 the process with rank 0 sees them. A simulation changes its process, so it has one of its own.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +27,7 @@ from harness.folder import read_json
 from harness.messages import UserError
 from harness.model.attention import check_packing
 from harness.model.gpu_features import VARLEN
-from harness.model.loading import build_adapter_on_meta, check_architecture
+from harness.model.loading import build_adapter_on_meta, check_architecture, set_loading_options
 from harness.run.generation import micro_batches_of_generation
 from harness.run.losses import own_loss
 from harness.run.parameters import freeze_unused_parts
@@ -73,8 +72,8 @@ from transformers import (
 class PlannedRecipe(StartedRecipe):
     """A recipe that builds its trainer for a model and rows of full size, which are not loaded."""
 
-    def choose_device(self, values: argparse.Namespace) -> None:
-        self.allocator = set_allocator(self.run, values)
+    def choose_device(self) -> None:
+        self.allocator = set_allocator(self.run.config, self.run.values)
 
     def prepare(self, arguments: Arguments) -> None:
         run = self.run
@@ -98,9 +97,8 @@ class PlannedRecipe(StartedRecipe):
         if "flash" in (model_args.attn_implementation or ""):
             model_args.attn_implementation = None
         use_no_gpu_kernels()
-        recipes.check_all_arguments(run, arguments)
-        recipes.set_model_options(run, arguments)
         run = dataclasses.replace(run, data=use_planned_size(run.data, training_args, model_args))
+        set_loading_options(training_args, model_args, run)
         check_architecture(training_args, model_args, name)
         check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
         if model_args.use_peft:

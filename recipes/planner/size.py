@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.data.settings import DataSettings
 from harness.folder import write_json
-from harness.hub import TOKENIZER, check_model_exists, hub_errors
+from harness.hub import TOKENIZER, find_commit, hub_errors
 from harness.messages import UserError
 from harness.rehearsal import tiny
 
@@ -29,7 +29,7 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     """
     name = model_args.model_name_or_path
     revision = model_args.model_revision
-    check_model_exists(name, revision)
+    find_commit(name, revision)
     folder = Path(tempfile.mkdtemp(prefix="model", dir=training_args.output_dir))
     family = tiny.family_of(name)
     shutil.copy(config_file(name, revision), folder / "config.json")

@@ -1,6 +1,5 @@
 """The values of a recipe's arguments, with some flags, as the recipe's own parser reads them. Nothing is loaded."""
 
-import argparse
 import dataclasses
 from typing import Any
 
@@ -15,8 +14,8 @@ class ReadRecipe(StartedRecipe):
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def choose_device(self, values: argparse.Namespace) -> None:
-        self.values = vars(values)
+    def choose_device(self) -> None:
+        self.values = vars(self.run.values)
         raise RecipeStopped
 
 

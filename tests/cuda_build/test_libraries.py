@@ -12,7 +12,6 @@ if not torch.version.cuda:
 
 from harness import configs
 from harness.model.gpu_features import can_run_varlen, find_gpu_features, why_not_triton
-from harness.runs import Run
 from harness.start import machine
 from harness.start.environment import GROWING
 
@@ -90,9 +89,9 @@ def test_allocator_is_set_by_a_call_once_cuda_has_started(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", GROWING)
     values = argparse.Namespace(use_peft=True, activation_checkpointing_kwargs=None)
     config = configs.read(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
-    machine.set_allocator(Run("recipe.py", config), values)
+    machine.set_allocator(config, values)
     found = torch._C._accelerator_getAllocatorSettings()
     assert found.startswith(f"{GROWING},pinned_max_round_threshold_mb:1")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    assert machine.set_allocator(Run("recipe.py", config), values) == "expandable_segments:False"
+    assert machine.set_allocator(config, values) == "expandable_segments:False"
     assert torch._C._accelerator_getAllocatorSettings() == found, "the user's own value stays"

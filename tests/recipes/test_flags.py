@@ -125,7 +125,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
             "quantized": str(arguments.get("quantization_config")),
             "loaded": str(loaded),
             "args": {name: getattr(args, name, None) for name in ARGUMENTS},
-            "run": dataclasses.replace(run, lock=None, given=frozenset(), settings={}, data=None),
+            "run": dataclasses.replace(run, lock=None, given=frozenset(), values=None, data=None),
             "prompt": (runs.started().uncut.prompt, run.data.template_arguments),
             "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
             "eval": list(arguments["eval_dataset"]),

@@ -4,7 +4,8 @@ import shutil
 from types import SimpleNamespace
 
 from harness.messages import UserError
-from harness.run.saving import Repository, make_repository, publish, take_repository
+from harness.run.saving import Repository, publish
+from harness.start.claim import make_repository, take_repository
 
 import pytest
 from huggingface_hub import close_session

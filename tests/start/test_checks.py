@@ -16,6 +16,7 @@ from harness.start import claim, launch, machine
 from harness.start.arguments import (
     REFUSED,
     ScriptArguments,
+    check_arguments,
     check_flags_have_effect,
     check_generation,
     check_numbers,
@@ -23,7 +24,6 @@ from harness.start.arguments import (
     check_quantized,
     check_refused,
 )
-from harness.start.recipes import check_all_arguments
 
 import pytest
 import torch
@@ -240,7 +240,7 @@ def test_groups_of_answers(refuses, group, iterations, flag):
 @pytest.mark.parametrize("kind", [GRPOConfig, DistillationConfig])
 def test_streams_of_prompts_are_refused(error_of, tmp_path, kind):
     arguments = ScriptArguments("rows", dataset_streaming=True), kind(str(tmp_path), use_cpu=True, bf16=False), ModelConfig()
-    assert error_of(check_all_arguments, Run("a.py"), arguments).startswith("--dataset_streaming: ")
+    assert error_of(check_arguments, Run("a.py"), *arguments).startswith("--dataset_streaming: ")
 
 
 NUMBERS = [("max_steps", 0), ("max_steps", -5), ("learning_rate", math.nan), ("max_length", 0), ("global_batch_size", 0)]

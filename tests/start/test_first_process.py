@@ -18,9 +18,9 @@ def test_failure_of_the_first_process_keeps_its_exit_code(fork_launch, tmp_path)
     """Only the first process knows it, so the others must not record another one."""
     recipe = tmp_path / "full.py"
     recipe.write_text(
-        "import runpy\nfrom harness.start import recipes\nfrom harness.messages import die\n\n"
+        "import runpy\nfrom harness.start import claim\nfrom harness.messages import die\n\n"
         "def fail(*args):\n    raise MemoryError\n\n"
-        "recipes.claim_run = fail\n"
+        "claim.claim_run = fail\n"
         f"runpy.run_path({str(ROOT / 'recipes/qwen2_chat.py')!r}, run_name='__main__')\n"
     )
     process = fork_launch("--tiny", recipe, ROOT / "accelerate_configs/2x3090_qlora.yaml", cwd=tmp_path)

@@ -1,6 +1,7 @@
 """Recipes without launch.sh: `python`, `torchrun` and `accelerate launch`."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 from harness import configs, runs
-from harness.start import recipes
+from harness.start import machine, recipes
 
 import pytest
 import torch
@@ -105,9 +106,13 @@ def test_accelerate_launch(start, fork_launch, flags, model, tmp_path):
             assert reduced == pytest.approx(times * collectives["parameters"], rel=0.01)
 
 
-def values(**given: bool) -> argparse.Namespace:
-    """Values of arguments, as the parser finds them."""
-    return argparse.Namespace(use_peft=False, activation_checkpointing_kwargs=None, **given)
+def choose_device(**given: bool) -> runs.Run:
+    """As `parse` does, with these values of arguments."""
+    started = recipes.start_of_training()
+    values = argparse.Namespace(use_peft=False, activation_checkpointing_kwargs=None, **given)
+    started.run = dataclasses.replace(started.run, values=values)
+    started.choose_device()
+    return started.run
 
 
 @pytest.fixture
@@ -134,10 +139,8 @@ def test_keys_that_accelerate_launch_does_not_pass_on(monkeypatch, capsys, no_re
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(recipes, "allow_fsdp_on_cpu", lambda: None)  # for the rest of the process
-    started = recipes.start_of_training()
-    started.choose_device(values(use_cpu=True, bf16=True))
-    run = started.run
+    monkeypatch.setattr(machine, "allow_fsdp_on_cpu", lambda: None)  # for the rest of the process
+    run = choose_device(use_cpu=True, bf16=True)
     assert not run.config.path and run.processes == int(variables.get("WORLD_SIZE", 1))
     printed = "".join(capsys.readouterr())
     assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
@@ -165,7 +168,7 @@ def test_variable_that_launch_sh_sets_is_named(monkeypatch, capsys, no_recipe, o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "ACCELERATE_"))}
     monkeypatch.setattr(os, "environ", kept | own)
-    recipes.start_of_training().choose_device(values(use_cpu=False, bf16=True))
+    choose_device(use_cpu=False, bf16=True)
     assert capsys.readouterr().out.count("PYTORCH_ALLOC_CONF=expandable_segments:True") == lines
 
 
@@ -178,5 +181,5 @@ def test_old_driver_of_rtx_40xx(monkeypatch):
 
 
 def test_python_on_several_gpus_is_an_error():
-    facts = recipes.facts_of_node(runs.Run(str(RECIPE)), SimpleNamespace(n_gpu=4))
+    facts = machine.facts_of_node(runs.Run(str(RECIPE)), SimpleNamespace(n_gpu=4), None)
     assert "4 GPUs" in facts["problem"] and "CUDA_VISIBLE_DEVICES=0" in facts["problem"]

@@ -1,6 +1,5 @@
 """Which source sets an argument, where several do: see the top of `harness/start/arguments.py`."""
 
-import dataclasses
 import os
 import sys
 
@@ -31,9 +30,8 @@ def read(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", words)
         recipe = {"dataset_name": NAME} | (recipe or {})
         run = Run("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
-        values, given = read_values(run, SFTConfig, recipe)
-        _, parsed = make_arguments(dataclasses.replace(run, given=given), values, SFTConfig, (), recipe)
-        return {name: value for part in reversed(parsed) for name, value in vars(part).items()} | {"given": given}
+        run, parsed = make_arguments(read_values(run, SFTConfig, recipe), SFTConfig, (), recipe)
+        return {name: value for part in reversed(parsed) for name, value in vars(part).items()} | {"given": run.given}
 
     return call
 

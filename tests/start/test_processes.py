@@ -33,8 +33,8 @@ def test_exit_with_parent(python):
 
 DAEMON = """
 import multiprocessing, work
-from harness.start.recipes import begin_process
-begin_process()
+from harness.start.recipes import start_of_training
+start_of_training()
 is_deaf = multiprocessing.Event()
 multiprocessing.Process(target=work.ignore_sigterm, args=(is_deaf,), daemon=True).start()
 is_deaf.wait()

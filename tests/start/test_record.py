@@ -4,8 +4,9 @@ import argparse
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.runs import Run, settings_of, without_secrets
+from harness.runs import Run
 from harness.start import claim
+from harness.start.claim import settings_of, without_secrets
 
 import pytest
 from conftest import ROOT

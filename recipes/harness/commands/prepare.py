@@ -5,6 +5,7 @@
 At the end it runs the recipe until its trainer is built, so that the recipe's own code opens and tokenizes the data.
 """
 
+import dataclasses
 import glob
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
-from harness.hub import commit_of, hub_errors
+from harness.hub import hub_errors
 from harness.messages import exit_on_user_error, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
@@ -39,30 +40,37 @@ class PreparedRecipe(StartedRecipe):
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
         from harness.compat.transformers import load_tokenizers_as_offline
-        from harness.model.loading import check_models, load_small_models
+        from harness.model.attention import check_packing
+        from harness.model.loading import check_models, load_small_models, set_loading_options
         from harness.model.quantized import quantize_once, use_quantized_weights
-        from harness.start import recipes
+        from harness.rehearsal import tiny
+        from harness.start.claim import find_commits, use_commits
+        from harness.start.recipes import prepare_process
 
         run = self.run
         _, training_args, model_args = arguments
-        recipes.check_all_arguments(run, arguments)
-        recipes.set_model_options(run, arguments)
+        name = model_args.model_name_or_path
+        teacher = getattr(training_args, "teacher_model_name_or_path", None)
+        use_commits(arguments, *find_commits(run, arguments))
         check_models(run, arguments, with_weights=False)
+        set_loading_options(training_args, model_args, run)
+        if run.tiny:
+            run = dataclasses.replace(run, data=tiny.use_replacements(run.data, training_args, model_args))
+        if name:
+            check_packing(training_args, model_args, name)
         if self.downloads and not run.tiny:
-            if model_args.model_name_or_path:
-                recipes.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
-                download_model(model_args.model_name_or_path, model_args.model_revision)
-            if teacher := getattr(training_args, "teacher_model_name_or_path", None):
-                download_model(teacher, training_args.teacher_model_revision or "main")
+            if name:
+                download_model(name, model_args.model_revision)
+            if teacher:
+                download_model(teacher, training_args.teacher_model_revision)
             if run.data.streaming:  # the recipe itself downloads other datasets
                 download_streams(run.data.sources)
         if self.downloads:
             load_tokenizers_as_offline()
-        run = recipes.replace_model_and_dataset(run, arguments)
-        if self.downloads and model_args.load_in_4bit:
-            quantize_once(model_args)
-            use_quantized_weights(model_args, training_args)
-        self.run = recipes.prepare_process(run, arguments)
+            if model_args.load_in_4bit:
+                quantize_once(model_args)
+                use_quantized_weights(model_args, training_args)
+        self.run = prepare_process(run, arguments)
         load_small_models()
 
 

@@ -6,8 +6,6 @@ import re
 from typing import Any
 
 from harness.compat.transformers import is_stateful, supports_flash_attention_2, takes_other_attention, use_no_gpu_kernels
-from harness.data.settings import is_packed
-from harness.hub import check_model_exists
 from harness.messages import UserError, print_once
 from harness.model.gpu_features import FLASH, VARLEN
 from harness.rehearsal import tiny
@@ -44,8 +42,8 @@ def set_attention(training_args: TrainingArguments, model_args: ModelConfig, run
 def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> str | None:
     """The attention implementation: `varlen` or FlashAttention-2 if possible, None to leave it to transformers.
 
-    A rehearsal on CPU can do what a GPU can. If the config cannot be read, `check_model` says so. TRL's selective activation
-    checkpointing does not know `varlen`: it would compute it a second time, as without the option.
+    A rehearsal on CPU can do what a GPU can. TRL's selective activation checkpointing does not know `varlen`: it would compute it
+    a second time, as without the option.
     """
     config = config_of(model_args, run.tiny)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -76,18 +74,13 @@ def class_of_model(config: PreTrainedConfig) -> Any:
 
 
 def config_of(model_args: ModelConfig, is_tiny: bool) -> PreTrainedConfig | None:
-    """The config of the model, None if it cannot be read, or the recipe makes its model itself. `is_tiny`: a rehearsal."""
+    """The config of the model, None if the recipe makes its model itself. `is_tiny`: a rehearsal."""
     name = model_args.model_name_or_path
-    revision = model_args.model_revision
     if not name:
         return None
     if is_tiny and (known := tiny.family_of(name)):
         return AutoConfig.for_model(**known["config"])
-    try:
-        check_model_exists(name, revision)  # fails at once if the Hub is unreachable; `from_pretrained` tries for 20 seconds
-        return AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, UserError):
-        return None
+    return AutoConfig.from_pretrained(name, revision=model_args.model_revision)
 
 
 def can_use_varlen(config: PreTrainedConfig, model_class: type | None) -> bool:
@@ -154,7 +147,7 @@ def check_packing(
 
 def has_documents(training_args: TrainingArguments) -> bool:
     """Whether a batch is one row of documents, of which the model gets the lengths."""
-    keeps_lengths = is_packed(training_args) and training_args.packing_strategy in ("bfd", "bfd_split")
+    keeps_lengths = getattr(training_args, "packing", False) and training_args.packing_strategy in ("bfd", "bfd_split")
     return keeps_lengths or getattr(training_args, "padding_free", False)
 
 

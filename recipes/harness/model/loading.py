@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.compat.transformers import build_from_config, load_models_with, read_no_weights, use_no_gpu_kernels
+from harness.compat.bitsandbytes import keep_4bit_layout
+from harness.compat.transformers import build_from_config, load_models_with, read_no_weights
 from harness.compat.trl import compute_loss_without_triton
-from harness.data.settings import length_of_rows
 from harness.folder import read_json
-from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.messages import UserError, is_first_process, plural, print_once
-from harness.model.attention import check_packing, class_of_model, config_of, dtype_of_products, set_attention
+from harness.hub import TOKENIZER, hub_errors
+from harness.messages import UserError, is_first_process, plural
+from harness.model.attention import class_of_model, config_of, dtype_of_products, set_attention
 from harness.rehearsal import tiny
 from harness.runs import Run
 
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from transformers import (
@@ -51,17 +50,18 @@ HOST_MEMORY = {"": "cpu"}  # a device map
 
 def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
     """Sets how the trainer loads the model that it gets by name, and how the loss is computed."""
-    if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
-        # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
-        model_args.lora_target_modules = [model_args.lora_target_modules]
+    if run.data.formats:  # rows of a recipe that names none can have images
+        keep_adapter_in_text_part(model_args, run.tiny)
     if run.gpu.no_triton:
         compute_loss_without_triton()
+    if model_args.load_in_4bit and run.on_cpu:
+        keep_4bit_layout()
     if model_args.load_in_4bit and run.is_sharded:
         # FSDP2 shards floating-point parameters only, and keeps their bits if it need not cast them.
         model_args.bnb_4bit_quant_storage = model_args.bnb_4bit_quant_storage or "float32"
         model_args.dtype = "bfloat16"
         load_models_with(load_into_host_memory)
-    elif run.is_sharded and run.config.cpu_ram_efficient_loading and not is_first_process():
+    elif run.config.cpu_ram_efficient_loading and not is_first_process():
         # The weights of a reference model, of which TRL's trainer makes a second copy, are not sent by the first process.
         # Nor are those of a teacher, of which each process needs all.
         has_reference = hasattr(training_args, "precompute_ref_log_probs") or hasattr(training_args, "sync_ref_model")
@@ -131,15 +131,14 @@ def build_small_model(
     return model
 
 
-def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:
+def check_model(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
     """Raises UserError unless config and tokenizer of the model can be read, and fit each other and the run."""
     name = model_args.model_name_or_path
     revision = model_args.model_revision
-    check_model_exists(name, revision)
     check_architecture(training_args, model_args, name)
     config = AutoConfig.from_pretrained(name, revision=revision)
     quantization = getattr(config, "quantization_config", None) or {}
-    if is_sharded and quantization and "mxfp4" not in str(quantization):  # those are loaded in bf16
+    if quantization and "mxfp4" not in str(quantization) and run.is_sharded:  # those are loaded in bf16
         raise UserError(
             f"--model_name_or_path: the files of {name} are quantized, which FSDP cannot shard: pass the model that they were "
             "made from, with --load_in_4bit --use_peft for 4-bit weights"
@@ -155,7 +154,7 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sh
             f"vocab_size, {vocabulary}: copy its files from the source of the weights"
         )
     positions = count_positions(config.get_text_config())
-    length = length_of_rows(training_args)
+    length = getattr(training_args, "max_length", None)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
 
@@ -352,36 +351,29 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_models(run: Run, arguments: tuple[Any, TrainingArguments, ModelConfig], with_weights: bool = True) -> None:
-    """Raises UserError unless the model (the tiny one of a rehearsal) can be opened and trained. `load` checks the dataset."""
+    """Raises UserError unless the model, and a teacher, fit each other and the run. In the first process only.
+
+    A wrong model would be trained to the end, or fail after minutes of tokenizing. A rehearsal makes its tiny models here.
+    `with_weights`: also of the files of the weights, which are downloaded.
+    """
     _, training_args, model_args = arguments
-    data = run.data
-    display_name = model_args.model_name_or_path
+    name = model_args.model_name_or_path
     teacher = getattr(training_args, "teacher_model_name_or_path", None)
-    if run.on_cpu:
-        use_no_gpu_kernels()
-    if teacher and not (run.tiny and tiny.family_of(teacher)):
-        check_model_exists(teacher, training_args.teacher_model_revision or "main", "--teacher_model_name_or_path")
-    if run.tiny:  # in copies: `replace_model_and_dataset` comes later
-        if display_name and tiny.family_of(display_name) is None:
-            check_model_exists(display_name, model_args.model_revision)
-            check_architecture(training_args, model_args, display_name)
+    opened = copy.copy(model_args)
+    if run.tiny:
+        if name and tiny.family_of(name) is None:
+            check_architecture(training_args, model_args, name)
         tiny.make_models(training_args, model_args)
-        training_args = copy.copy(training_args)
-        model_args = copy.copy(model_args)
-        tiny.use_replacements(data, training_args, model_args)
-    else:
-        if HF_HUB_OFFLINE:
-            print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
-        if display_name:
-            check_model(training_args, model_args, run.is_sharded)
-        if teacher:
-            check_teacher(training_args, model_args)
-    if not display_name:  # the recipe makes its model itself
-        return
-    check_packing(training_args, model_args, display_name, can_use_kernels=not (run.on_cpu and run.trains))
-    if model_args.use_peft:
-        build_adapter_on_meta(model_args, display_name)
-    if with_weights and not run.tiny:
-        check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
+        if name:
+            opened.model_name_or_path, opened.model_revision = str(tiny.tiny_model_folder(model_args)), "main"
+    elif name:
+        check_model(training_args, model_args, run)
+    if teacher and not run.tiny:
+        check_teacher(training_args, model_args)
+    if name and model_args.use_peft:
+        build_adapter_on_meta(opened, name)
+    if with_weights and not run.tiny:  # last: it downloads them
+        if name:
+            check_weights(name, model_args.model_revision)
         if teacher:
             check_weights(teacher, training_args.teacher_model_revision or "main")

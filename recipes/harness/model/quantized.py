@@ -31,7 +31,7 @@ SOURCE = "source.json"  # in the folder of a quantized model: the model it was m
 def quantized_folder(model_args: ModelConfig) -> Path:
     """Where the 4-bit weights of a model are kept: a folder for every model and way of quantizing.
 
-    The revision is a commit here, see `use_commit`, so that the weights of an earlier one are not used.
+    The revision is a commit here, see `use_commits`, so that the weights of an earlier one are not used.
     """
     from huggingface_hub.constants import HF_HOME
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.folder import RUN, remove_link, sync
-from harness.hub import hub_errors
-from harness.messages import UserError, last_line, print_once
+from harness.messages import last_line, print_once
 from harness.model.loading import dtype_of_files
 from harness.model.quantized import read_source
 from harness.rehearsal.tiny import has_vision_part
@@ -179,32 +178,6 @@ class Repository:
 
     name: str  # OWNER/NAME, or NAME of the user whose token is used
     is_private: bool
-
-
-def take_repository(training_args: TrainingArguments) -> Repository | None:
-    """The repository of --push_to_hub, None without it. The trainer itself gets none: it would upload checkpoints."""
-    if not training_args.push_to_hub:
-        return None
-    training_args.push_to_hub = False
-    return Repository(
-        training_args.hub_model_id or Path(training_args.output_dir).name, training_args.hub_private_repo is not False
-    )
-
-
-def make_repository(repository: Repository) -> None:
-    """Makes the repository if there is none, before the training.
-
-    Raises UserError if the token must not write, so that no model is lost at the end, or if the repository is public unasked.
-    """
-    api = HfApi()
-    with hub_errors("--push_to_hub:", repository.name):
-        name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
-        api.auth_check(name, write=True)
-        is_public = api.model_info(name).private is False
-    if repository.is_private and is_public:
-        raise UserError(
-            f"--push_to_hub: {name} is public: pass --hub_private_repo false to upload there, or another --hub_model_id"
-        )
 
 
 def publish(folder: Path, repository: Repository) -> None:

@@ -23,8 +23,7 @@ from harness.data.settings import DataSettings, Source, length_of_rows, rows_of_
 from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
-from harness.run.saving import take_repository
-from harness.runs import Run, settings_of
+from harness.runs import Run
 from harness.start.flags import help_text
 
 import trl
@@ -118,53 +117,52 @@ DEFAULTS = {
 Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
-def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[argparse.Namespace, frozenset[str]]:
-    """The values of all arguments, and the names of those that a flag or the file of --config sets. Connects no process.
+def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> Run:
+    """The run with the values of all arguments, and the names of those that a flag or the file of --config sets.
 
-    `recipe`: the values of the recipe, by the names of the arguments; `config_class`: see `harness.parse`.
+    Connects no process. `recipe`: the values of the recipe, by the names of the arguments; `config_class`: see `parse`.
     Raises UserError for anything that the user can fix.
     """
     words = sys.argv[1:]
     if {"--help", "-h"} & set(words):
         print_once(help_text(Path(run.recipe), config_class, ScriptArguments, recipe))
         sys.exit(0)
-    classes = (ScriptArguments, config_class, trl.ModelConfig)
-    parser = Parser(classes, allow_abbrev=False, conflict_handler="resolve")  # GRPOConfig has a chat_template_kwargs too
+    parser = Parser((ScriptArguments, config_class, trl.ModelConfig), allow_abbrev=False, conflict_handler="resolve")
     parser.add_argument("--config")
     path = parser.parse_known_args(words)[0].config
     in_file = read_yaml(path, "--config") if path else {}
-    of_harness = DEFAULTS | values_of_config(run.config) | {"output_dir": run.default_output_dir}
-    of_harness["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
-    parser.set_defaults_with_config(**of_harness)  # not every class of arguments has all of them
+    own = DEFAULTS | values_of_config(run.config) | {"output_dir": default_output_dir(run)}
+    own["disable_tqdm"] = not sys.stderr.isatty()  # in a log file a progress bar is a thousand lines
+
+    # The last one wins. Not every class of arguments has all of the first ones.
+    parser.set_defaults_with_config(**own)
     unknown = parser.set_defaults_with_config(**recipe)
     if run.tiny:  # which must not claim the folder of the run
-        parser.set_defaults_with_config(**tiny.values_for(config_class) | {"output_dir": run.default_output_dir})
+        parser.set_defaults_with_config(**tiny.values_for(config_class), output_dir=own["output_dir"])
     unknown += parser.set_defaults_with_config(**in_file)
     values, rest = parser.parse_known_args(words)
     if wrong := unknown + rest:
-        word = wrong[0]
-        near = difflib.get_close_matches(word, [f"--{name}" for name in vars(values)], n=1)
+        near = difflib.get_close_matches(wrong[0], [f"--{name}" for name in vars(values)], n=1)
         hint = f"did you mean {near[0]}?" if near else "--help lists what the recipe sets"
-        raise UserError(f"{word} is no flag of {Path(run.recipe).name}, and no value of the flag before it: {hint}")
+        raise UserError(f"{wrong[0]} is no flag of {Path(run.recipe).name}, and no value of the flag before it: {hint}")
     check_refused(values)
     flags = {word[2:].split("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")}
-    return values, frozenset(flags | in_file.keys()) - {"config"}
+    return dataclasses.replace(run, values=values, given=frozenset(flags | in_file.keys()) - {"config"})
+
+
+def default_output_dir(run: Run) -> str:
+    """`outputs/RECIPE`, for a rehearsal `outputs/tiny/RECIPE`."""
+    return str(Path("outputs", "tiny" if run.tiny else "") / Path(run.recipe).stem)
 
 
 def make_arguments(
-    run: Run,
-    values: argparse.Namespace,
-    config_class: type,
-    dataset_formats: tuple[str, ...] | str,
-    recipe: dict[str, Any],
+    run: Run, config_class: type, dataset_formats: tuple[str, ...] | str, recipe: dict[str, Any]
 ) -> tuple[Run, Arguments]:
     """The three argument objects, and the run with what follows from them. Connects the processes: TrainingArguments does.
 
-    `values`: what `read_values` has found.
-
     Raises UserError for anything that the user can fix.
     """
-    used = vars(values) | {"use_cpu": run.on_cpu or values.use_cpu}
+    used = vars(run.values) | {"use_cpu": run.on_cpu or run.values.use_cpu}
     follows_step = used.get("steps_per_generation") is None and used.get("generation_batch_size") is None
     if "num_generations" in used and follows_step:
         used["steps_per_generation"] = used["num_generations"]  # passes GRPOConfig's check; `set_generations` sets it
@@ -173,27 +171,24 @@ def make_arguments(
     arguments = script_args, training_args, model_args = make_objects(used, config_class)
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
+    if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
+        # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
+        model_args.lora_target_modules = [model_args.lora_target_modules]
     set_dependent_values(run, script_args, training_args, recipe)
     check_numbers(run, script_args, training_args)
     processes = run.processes or int(os.environ.get("WORLD_SIZE", 1))
     set_steps(run, arguments, recipe, processes)
     if "num_generations" in used:
         set_generations(training_args, processes, follows_step)
+    check_arguments(run, *arguments)
     data = settings_of_data(script_args, training_args, dataset_formats, run.given)
     if run.tiny and "max_eval_samples" not in run.given:
         data = data.with_each(eval_rows_of_run=recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
-    run = dataclasses.replace(
-        run,
-        settings=settings_of(values, tuple(map(type, arguments))),
-        data=data,
-        profile=script_args.profile,
-        repository=take_repository(training_args),
-    )
-    return run, arguments
+    return dataclasses.replace(run, data=data, profile=script_args.profile), arguments
 
 
 class Parser(trl.TrlParser):
-    """TRL's parser, which raises UserError."""
+    """TRL's parser, which raises UserError. Two classes can have the same argument, as chat_template_kwargs of GRPO."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message.split("\n")[0])
@@ -447,6 +442,14 @@ def check_refused(values: argparse.Namespace) -> None:
     for name in ("trust_remote_code", "distributed_config", "tp_plan", "tp_size"):
         if name in (getattr(values, "model_init_kwargs", None) or ""):
             raise UserError(f"--model_init_kwargs: {name} is not supported: leave it out")
+
+
+def check_arguments(run: Run, script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
+    check_flags_have_effect(run, script_args, training_args, model_args)
+    check_optimizer(training_args, run.config)
+    if hasattr(training_args, "max_completion_length"):
+        check_generation(script_args, training_args)
 
 
 def check_generation(script_args: ScriptArguments, training_args: TrainingArguments) -> None:

@@ -1,13 +1,15 @@
-"""Who may write into an output directory, and with which settings a run continues: run.json, its lock, what may differ.
+"""Who may write into an output directory, and with which settings and commits a run continues: its lock, run.json.
 
 run.json names every argument whose value is not the default of transformers or TRL, wherever the value came from, the command
 (without tokens and passwords), and the name, size and modification time of each local file of the dataset.
 """
 
+import argparse
 import contextlib
-import hashlib
+import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,21 +20,70 @@ from typing import Any, NamedTuple
 
 from harness.data import reading
 from harness.folder import DATA, LOCK, RESULTS, RUN, has_trained, newest_complete_checkpoint, read_json, trained_files, write_json
-from harness.hub import commit_of
+from harness.hub import find_commit, hub_errors
 from harness.launched import launched
 from harness.messages import UserError, print_once
-from harness.model.loading import check_models
 from harness.nodes.network import answer_of_first
 from harness.rehearsal import tiny
-from harness.run.saving import make_repository
-from harness.runs import PROJECT, Run, without_secrets
-from harness.start import machine
-from harness.start.arguments import Arguments
+from harness.run.saving import Repository
+from harness.runs import PROJECT, Run
+from harness.start.arguments import Arguments, default_output_dir
+from harness.start.machine import digest_of_file
 
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
+from huggingface_hub import HfApi
+from transformers import TrainingArguments
 
 SECONDS_TO_SEE_IT = 75  # NFS can show a new file 60 s later (its option acdirmax)
+SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
+# In JSON, with its value.
+SECRET_KEY = re.compile(r'("(?:(?:hf_|hub_|auth_|access_)?token|[^"]*(?:key|secret|password))": )"[^"]*"', re.IGNORECASE)
+
+# The arguments that decide which rows a run trains on, and which it evaluates on.
+CHOICE_OF_ROWS = (
+    "max_samples",
+    "max_eval_samples",
+    "dataset_streaming",
+    "column_map",
+    "chat_template_kwargs",
+    "split_conversations",
+    "text_rows",
+    "dataset_config",
+    "dataset_train_split",
+)
+# What another value of a setting means for a run that continues. All other settings are free.
+SETTINGS = {
+    # It would give what the run has learned another meaning, or another loss, or could not be loaded.
+    "must be equal": (
+        *("recipe", "tiny", "sharded", "model", "datasets", "dataset_weights", *CHOICE_OF_ROWS),
+        # the model and the adapter
+        *("use_peft", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+        *("lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+        *("use_rslora", "use_dora", "chat_template_path", "eos_token"),
+        # the states of the optimizer and of the gradient scaler
+        *("optim", "optim_args", "optim_target_modules", "fp16"),
+        # which tokens count in the loss, and how
+        *("assistant_only_loss", "completion_only_loss", "loss_type", "label_smoothing_factor"),
+        *("teacher_model_name_or_path", "teacher_model_revision"),
+        # how many prompts a step has, and how many tokens an image
+        *("num_generations", "max_pixels"),
+    ),
+    # It has no effect: a checkpoint of the optimizer has the value of before, which is loaded with it.
+    "is kept": ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    # It changes the losses from here on.
+    "changes losses": (
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm", "bf16", "beta", "lora_dropout"),
+        *("neftune_noise_alpha", "router_aux_loss_coef", "temperature", "max_completion_length", "reward_weights"),
+        *("scale_rewards", "teacher_model_init_kwargs"),
+    ),
+    # `run/checkpoints.py` prints what it changes about the rows.
+    "changes rows": (
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed"),
+    ),
+}
+# These schedulers save another state than all others, which compute the learning rate from the step alone.
+SCHEDULERS_WITH_STATE = {"reduce_lr_on_plateau", "greedy"}
 
 
 class Claim(NamedTuple):
@@ -40,50 +91,69 @@ class Claim(NamedTuple):
 
     date: str  # of its first start
     commit: str  # of the model
-    teacher_commit: str | None  # None without a teacher, and in a rehearsal
+    teacher_commit: str | None  # None without a teacher, and in a rehearsal of a known one
+
+
+def claim_folder(run: Run, arguments: Arguments) -> tuple[Run, str]:
+    """Makes the output directory this run's, and the arguments name the commits that it uses. Collective.
+
+    Returns the run, with its lock and repository, and the date of its first start.
+    """
+    _, training_args, _ = arguments
+    output_dir = Path(training_args.output_dir)
+    run = dataclasses.replace(run, lock=lock_of(output_dir), repository=take_repository(training_args))
+    claim = Claim(*answer_of_first("claim", lambda: claim_run(run, arguments)))
+    use_commits(arguments, claim.commit, claim.teacher_commit)
+    if run.nodes > 1 and training_args.save_strategy != "no":
+        check_folder_is_shared(output_dir)
+    return run, claim.date
 
 
 def claim_run(run: Run, arguments: Arguments) -> Claim:
-    """What the first process does: locks the output directory, checks the run and writes run.json.
+    """What the first process does: locks the output directory, compares run.json with this start, and writes it.
 
-    A run that continues uses the commit of its first start. Raises UserError for what the user can fix. Exits if the run is
+    A run that continues uses the commits of its first start. Raises UserError for what the user can fix. Exits if the run is
     finished. Prints what differs from what was asked for.
     """
-    _, training_args, model_args = arguments
+    _, training_args, _ = arguments
     output_dir = Path(training_args.output_dir)
-    if not training_args.use_cpu:
-        machine.check_bf16(training_args, model_args, run)
-    identity = identity_of_run(run, arguments)
     acquire(run.lock)
+    identity = identity_of_run(run, arguments)
     before = read_json(output_dir / RUN, "config", "sharded", "data_files", "settings")
     is_another = not identity.items() <= before.items()
-    if run.tiny and before and is_another and training_args.output_dir == run.default_output_dir:
+    if run.tiny and before and is_another and training_args.output_dir == default_output_dir(run):
         delete_training(output_dir)
         print_once(f"The earlier rehearsal in {output_dir} was deleted: it is another one.")
+    continued = before if has_trained(output_dir) else {}
     check_same_run(output_dir, before, identity)
     exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
-    if before.get("commit") and has_trained(output_dir):
-        use_commit(arguments, before["commit"], before.get("teacher_commit"))
-    check_models(run, arguments)
+    if commit := continued.get("commit"):
+        use_commits(arguments, commit, continued.get("teacher_commit"))
+    commit, teacher_commit = find_commits(run, arguments)
     if run.repository and not run.tiny:
         make_repository(run.repository)
-
-    commit = model_args.model_revision
-    teacher_commit = None
-    teacher = getattr(training_args, "teacher_model_name_or_path", None)
-    if model_args.model_name_or_path and not run.tiny:
-        commit = commit_of(model_args.model_name_or_path, commit)
-    if teacher and not run.tiny:
-        teacher_commit = commit_of(teacher, training_args.teacher_model_revision or "main")
-    date = before.get("date") or datetime.now().isoformat(timespec="seconds")
+    date = continued.get("date") or datetime.now().isoformat(timespec="seconds")
     of_start = {"date": date, "commit": commit, "teacher_commit": teacher_commit, "command": command_of(run)}
     write_run(output_dir, before, identity | of_start)
     if run.tiny:
-        tiny.print_notice(run.data, training_args, model_args)
+        tiny.print_notice(run.data, *arguments[1:])
     return Claim(date, commit, teacher_commit)
 
 
-def use_commit(arguments: Arguments, commit: str, of_teacher: str | None = None) -> None:
+def find_commits(run: Run, arguments: Arguments) -> tuple[str, str | None]:
+    """The commits of the model and of the teacher, of which only config.json is read. A rehearsal makes known ones itself."""
+    _, training_args, model_args = arguments
+    commit, teacher_commit = model_args.model_revision, None
+    name = model_args.model_name_or_path
+    teacher = getattr(training_args, "teacher_model_name_or_path", None)
+    if name and not (run.tiny and tiny.family_of(name)):
+        commit = find_commit(name, commit)
+    if teacher and not (run.tiny and tiny.family_of(teacher)):
+        teacher_commit = find_commit(teacher, training_args.teacher_model_revision or "main", "--teacher_model_name_or_path")
+    return commit, teacher_commit
+
+
+def use_commits(arguments: Arguments, commit: str, of_teacher: str | None = None) -> None:
     """Makes the arguments name a commit of the models: a branch can change while a run trains, or before it resumes."""
     _, training_args, model_args = arguments
     options = getattr(training_args, "model_init_kwargs", None) or {}
@@ -117,18 +187,18 @@ def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     script_args, _, model_args = arguments
     sources = run.data.sources
     identity = {
+        "settings": settings_of(run.values, tuple(map(type, arguments))),
         "recipe": Path(run.recipe).stem,
-        "config": run.config.name,
+        "config": Path(run.config.path).stem,
         "model": model_args.model_name_or_path,
         "dataset": run.data.display_name,
         "datasets": [reading.absolute_name(source.name) for source in sources],
         "dataset_weights": [round(source.weight, 9) for source in sources],
-        "sharded": run.is_sharded,
+        "sharded": run.config.is_fsdp,
         "tiny": run.tiny,
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_file(run.recipe),
-        "settings": run.settings,
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in CHOICE_OF_ROWS},
     }
@@ -161,8 +231,7 @@ def write_run(folder: Path, before: dict, identity: dict) -> None:
     `identity`: the new content. Afterwards it says what this start uses.
     """
     if newest_complete_checkpoint(folder):
-        for message in keep_settings(before, identity):
-            print_once(message)
+        keep_settings(before, identity)
     if not has_trained(folder):
         (folder / DATA).unlink(missing_ok=True)  # of a start that has trained nothing
     elif before.get("recipe_digest") != identity["recipe_digest"]:
@@ -222,7 +291,7 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
         loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
         end = f"{folder} is finished: {results['global_step']} steps{loss}."
-        if changes := changed_settings(read_json(folder / RUN), identity, ALL_SETTINGS):  # they would train nothing
+        if changes := changed_settings(read_json(folder / RUN), identity, *SETTINGS):  # they would train nothing
             before, now = before_and_now(changes)
             raise UserError(
                 f"--output_dir: {end} It was trained with {before}, this run has {now}: choose another --output_dir to train "
@@ -247,96 +316,71 @@ def command_of(run: Run) -> str:
     return without_secrets(shlex.join(words))
 
 
-def digest_of_file(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+def take_repository(training_args: TrainingArguments) -> Repository | None:
+    """The repository of --push_to_hub, None without it. The trainer itself gets none: it would upload checkpoints."""
+    if not training_args.push_to_hub:
+        return None
+    training_args.push_to_hub = False
+    return Repository(
+        training_args.hub_model_id or Path(training_args.output_dir).name, training_args.hub_private_repo is not False
+    )
 
 
-# The arguments that decide which rows a run trains on, and which it evaluates on.
-CHOICE_OF_ROWS = (
-    "max_samples",
-    "max_eval_samples",
-    "dataset_streaming",
-    "column_map",
-    "chat_template_kwargs",
-    "split_conversations",
-    "text_rows",
-    "dataset_config",
-    "dataset_train_split",
-)
-# Another value would give what the run has learned another meaning, or another loss, or could not be loaded.
-MUST_BE_EQUAL = (
-    "recipe",
-    "tiny",
-    "sharded",
-    "model",
-    "datasets",
-    "dataset_weights",
-    *CHOICE_OF_ROWS,
-    # the model and the adapter
-    "use_peft",
-    "model_revision",
-    "dtype",
-    "load_in_4bit",
-    "load_in_8bit",
-    "bnb_4bit_quant_type",
-    "use_bnb_nested_quant",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-    "chat_template_path",
-    "eos_token",
-    # the states of the optimizer and of the gradient scaler
-    "optim",
-    "optim_args",
-    "optim_target_modules",
-    "fp16",
-    # which tokens count in the loss, and how
-    "assistant_only_loss",
-    "completion_only_loss",
-    "loss_type",
-    "label_smoothing_factor",
-    "teacher_model_name_or_path",
-    "teacher_model_revision",
-    # how many prompts a step has, and how many tokens an image
-    "num_generations",
-    "max_pixels",
-)
-# These schedulers save another state than all others, which compute the learning rate from the step alone.
-SCHEDULERS_WITH_STATE = {"reduce_lr_on_plateau", "greedy"}
-# A checkpoint of the optimizer has them, and they are loaded with it.
-KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-# They change the losses from here on.
-OF_LOSS = (
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "max_grad_norm",
-    "bf16",
-    "beta",
-    "lora_dropout",
-    "neftune_noise_alpha",
-    "router_aux_loss_coef",
-    "temperature",
-    "max_completion_length",
-    "reward_weights",
-    "scale_rewards",
-    "teacher_model_init_kwargs",
-)
-# `run/checkpoints.py` prints what they change about the rows.
-OF_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed")
-ALL_SETTINGS = (*MUST_BE_EQUAL, *KEPT, *OF_LOSS, *OF_ROWS)
+def make_repository(repository: Repository) -> None:
+    """Makes the repository if there is none, before the training.
+
+    Raises UserError if the token must not write, so that no model is lost at the end, or if the repository is public unasked.
+    """
+    api = HfApi()
+    with hub_errors("--push_to_hub:", repository.name):
+        name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
+        api.auth_check(name, write=True)
+        is_public = api.model_info(name).private is False
+    if repository.is_private and is_public:
+        raise UserError(
+            f"--push_to_hub: {name} is public: pass --hub_private_repo false to upload there, or another --hub_model_id"
+        )
+
+
+def plain(value: Any) -> Any:
+    """A value of an argument as JSON has it; a list of one is what it contains, as TRL reads it."""
+    if isinstance(value, str) and value.startswith("{"):  # the JSON of a flag
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return json.loads(json.dumps(value, default=str))
+
+
+def without_secrets(value: Any) -> Any:
+    """A plain value without tokens and passwords: those of environment variables become `env:NAME`."""
+    text = SECRET_KEY.sub(r'\1"hidden"', json.dumps(value))
+    for name, secret in os.environ.items():
+        if SECRET_VARIABLE.search(name) and len(secret) > 7:
+            text = text.replace(secret, f"env:{name}")
+    text = re.sub(r"\bhf_[A-Za-z0-9]{30,}", "hidden", text)
+    text = re.sub(r"(://)[^/@\s\"]+@", r"\1", text)  # name and password
+    return json.loads(re.sub(r"(https?://[^\s?\"]*)\?[^\s\"'\\]*", r"\1", text))  # the signature of a URL
+
+
+def settings_of(values: argparse.Namespace, classes: tuple[type, ...]) -> dict[str, Any]:
+    """The values of arguments that are not defaults, sorted by name. `classes`: those of the arguments."""
+    found = {}
+    for argument in (argument for cls in classes for argument in dataclasses.fields(cls) if argument.init):
+        default = plain(argument.default if argument.default_factory is dataclasses.MISSING else argument.default_factory())
+        value = plain(getattr(values, argument.name, default))
+        if value != default and argument.name != "disable_tqdm":
+            found[argument.name] = value
+    return without_secrets(dict(sorted(found.items())))
+
 
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by the names of the settings; None: the default
 
 
-def changed_settings(before: dict, now: dict, names: tuple[str, ...]) -> Changes:
-    """Which of these settings differ between two run.json."""
+def changed_settings(before: dict, now: dict, *rules: str) -> Changes:
+    """Which settings with one of these rules differ between two run.json."""
     changes = {}
-    for name in names:
+    for name in [name for rule in rules for name in SETTINGS[rule]]:
         old, new = (run.get(name, run["settings"].get(name)) for run in (before, now))
         if old != new:
             changes[name] = (old, new)
@@ -345,28 +389,26 @@ def changed_settings(before: dict, now: dict, names: tuple[str, ...]) -> Changes
 
 def must_be_equal(before: dict, now: dict) -> Changes:
     """The changed settings with which a run cannot continue."""
-    changes = changed_settings(before, now, MUST_BE_EQUAL)
-    scheduler = changed_settings(before, now, ("lr_scheduler_type",))
-    if SCHEDULERS_WITH_STATE.intersection(scheduler.get("lr_scheduler_type", ())):
-        return changes | scheduler
+    changes = changed_settings(before, now, "must be equal")
+    schedulers = changed_settings(before, now, "changes losses").get("lr_scheduler_type", ())
+    if SCHEDULERS_WITH_STATE.intersection(schedulers):
+        changes["lr_scheduler_type"] = schedulers
     return changes
 
 
-def keep_settings(before: dict, identity: dict) -> list[str]:
-    """Makes `identity` say what a run that continues from a checkpoint will use; returns messages about other settings."""
-    messages = []
-    if kept := changed_settings(before, identity, KEPT):
+def keep_settings(before: dict, identity: dict) -> None:
+    """Makes `identity` say what a run that continues from a checkpoint will use. Prints which settings are others than before."""
+    if kept := changed_settings(before, identity, "is kept"):
         old, new = before_and_now(kept)
-        messages.append(
+        print_once(
             f"warning: the run began with {old} and continues with it: {new} has no effect; pass another --output_dir to "
             "train with it from the start"
         )
         settings = identity["settings"] | {name: value for name, (value, _) in kept.items()}
         identity["settings"] = {name: value for name, value in settings.items() if value is not None}
-    if changes := changed_settings(before, identity, OF_LOSS):
+    if changes := changed_settings(before, identity, "changes losses"):
         old, new = before_and_now(changes)
-        messages.append(f"{old} until now, {new} from here on.")
-    return messages
+        print_once(f"{old} until now, {new} from here on.")
 
 
 def before_and_now(changes: Changes) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from harness.configs import AccelerateConfig
 from harness.launched import launched
 from harness.messages import UserError, plural, print_once
 from harness.model.gpu_features import find_gpu_features
-from harness.nodes.network import answer_of_first, is_of_several, publish_of_node, values_of_nodes
+from harness.nodes.network import is_of_several, values_of_nodes
 from harness.runs import NO_FEATURES, GpuFeatures, Run, rehearsal_hint
 from harness.start.environment import ALLOCATOR_VARIABLES, GROWING, own_allocator_settings
 
@@ -26,19 +26,16 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 
-def choose_device(run: Run, values: argparse.Namespace) -> Run:
-    """The run, with whether it computes on CPU. Sets what CUDA and accelerate read at their first use.
-
-    `values`: of all arguments.
-    """
-    on_cpu = must_use_cpu(run, values) if launched() else run.on_cpu or values.use_cpu
+def choose_device(run: Run) -> Run:
+    """The run, with whether it computes on CPU. Sets what CUDA and accelerate read at their first use."""
+    on_cpu = must_use_cpu(run, run.values) if launched() else run.on_cpu or run.values.use_cpu
     if not launched() and not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
         print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
     if on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
         if run.config.is_fsdp:
             allow_fsdp_on_cpu()
-    set_allocator(run.config, values)
+    set_allocator(run.config, run.values)
     return dataclasses.replace(run, on_cpu=on_cpu)
 
 
@@ -47,9 +44,9 @@ def set_allocator(config: AccelerateConfig, values: argparse.Namespace) -> str:
 
     `values`: of all arguments.
     """
+    settings = allocator_settings(config, values)
     if own := own_allocator_settings():
         return own
-    settings = allocator_settings(config, values)
     set_allocator_settings(settings)
     return settings
 
@@ -98,18 +95,11 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     )
 
 
-def features_of_nodes(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> GpuFeatures:
-    """What the GPUs of all nodes can. Collective: the first process checks the nodes, the others wait for its answer.
+def check_nodes(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> GpuFeatures:
+    """What the GPUs of all nodes can. In the first process of the run.
 
     Raises UserError if a node has a problem, or other flags, files or GPUs.
     """
-    if is_of_several():
-        publish_of_node(lambda: facts_of_node(run, training_args, model_args))
-    return GpuFeatures(*answer_of_first("nodes", lambda: check_nodes(run, training_args, model_args)))
-
-
-def check_nodes(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> GpuFeatures:
-    """What the first process of the run does for `features_of_nodes`."""
     nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args, model_args)]
     first = nodes[0]
     for node in nodes:
@@ -118,7 +108,7 @@ def check_nodes(run: Run, training_args: TrainingArguments, model_args: ModelCon
             problem = f"started with {node['start']}, {first['host']} with {first['start']}: start all nodes alike"
         if problem:
             raise UserError(f"{node['host']}: {problem}" if len(nodes) > 1 else problem)
-    return first["features"]
+    return GpuFeatures(*first["features"])
 
 
 def facts_of_node(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:

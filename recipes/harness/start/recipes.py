@@ -22,7 +22,7 @@ from harness.compat.datasets import map_in_one_process
 from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import never_ask_for_code, set_date_of_chat_templates, use_no_gpu_kernels
 from harness.compat.trl import generate_in_evaluation_mode, keep_activation_checkpointing
-from harness.data.chat_templates import fit_template
+from harness.data import chat_templates
 from harness.launched import (
     OUT_OF_TIME,
     end_of_imports,
@@ -37,16 +37,16 @@ from harness.messages import HubLost, UserError, exit_on_user_error, is_first_pr
 from harness.model.attention import check_packing
 from harness.model.loading import check_models, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.network import answer_of_first, check_all_reduce
+from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node
 from harness.rehearsal import tiny
 from harness.run import training
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
 from harness.run.trainer import RunTrainer
-from harness.runs import Run, StartedRecipe
-from harness.start import machine
+from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start.arguments import Arguments, make_arguments, read_values
 from harness.start.claim import claim_folder
 from harness.start.environment import LEFT_TO_ARGUMENTS, config_of_accelerate, set_environment_of_accelerate
+from harness.start.machine import check_nodes, choose_device, facts_of_node
 
 import datasets
 import torch
@@ -187,7 +187,6 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     disable_peer_to_peer()
     recipe.choose_device()
     if recipe.run.on_cpu:
-        multiply_in_float32()
         use_no_gpu_kernels()
     never_ask_for_code()
     recipe.run, recipe.arguments = make_arguments(recipe.run, config_class, dataset_formats, defaults)
@@ -265,7 +264,7 @@ class TrainedRecipe(StartedRecipe):
     """A recipe that trains."""
 
     def choose_device(self) -> None:
-        self.run = machine.choose_device(self.run)
+        self.run = choose_device(self.run)
 
     def prepare(self, arguments: Arguments) -> None:
         # Again, after `start_of_training`: torch has put its own hook around it when it connected the processes.
@@ -284,7 +283,10 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     """Prepares each process for the run. The first one checks it and claims the output directory, the others wait."""
     _, training_args, model_args = arguments
     name = model_args.model_name_or_path
-    run = dataclasses.replace(run, gpu=machine.features_of_nodes(run, training_args, model_args))
+    if is_of_several():
+        publish_of_node(lambda: facts_of_node(run, training_args, model_args))
+    gpu = GpuFeatures(*answer_of_first("nodes", lambda: check_nodes(run, training_args, model_args)))
+    run = dataclasses.replace(run, gpu=gpu)
     run, date = claim_folder(run, arguments)
 
     answer_of_first("model", lambda: check_models(run, arguments))
@@ -297,7 +299,8 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
         answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
 
-    run = prepare_process(run, arguments, datetime.fromisoformat(date))
+    set_date_of_chat_templates(datetime.fromisoformat(date))
+    run = prepare_process(run, arguments)
     set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # of the checks
@@ -307,13 +310,11 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     return run
 
 
-def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> Run:
-    """Changes the libraries in this process as the arguments need it. Returns the run with rows that fit the chat template.
-
-    `date`: that chat templates print, None for today's.
-    """
-    _, training_args, model_args = arguments
-    set_date_of_chat_templates(date)
+def prepare_process(run: Run, arguments: Arguments) -> Run:
+    """Changes the libraries in this process as the arguments need it. Returns what `prepare_data` does."""
+    _, training_args, _ = arguments
+    if run.on_cpu:
+        multiply_in_float32()
     # On an H100 or a B200, cuDNN's attention makes a plan for each new shape of a batch (up to 1 s) and length of a text (54 ms).
     torch.backends.cuda.enable_cudnn_sdp(False)
     keep_activation_checkpointing()
@@ -325,7 +326,25 @@ def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None
                 setattr(training_args, option, False)
                 print_once(f"--{option} is not used: this run has no GPU.")
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
+    return prepare_data(run, arguments)
+
+
+def prepare_data(run: Run, arguments: Arguments) -> Run:
+    """Sets which process shows progress. Returns the run with rows that fit the chat template."""
+    _, training_args, model_args = arguments
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    return dataclasses.replace(run, data=fit_rows(run, training_args, model_args))
+    name = model_args.model_name_or_path
+    if not name:
+        return run
+    data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
+    check = functools.partial(
+        chat_templates.check_conversations,
+        training_args,
+        model_args,
+        run.given,
+        model_name=name,
+        splits_answers=data.split_conversations,
+    )
+    return dataclasses.replace(run, data=dataclasses.replace(data, check_conversations=check))

@@ -1,5 +1,6 @@
 """llama31_70b_qlora: conversations or texts, a 4-bit base model in host memory, a float32 adapter that names the base."""
 
+from harness.data.settings import DataSettings
 from harness.model import loading
 from harness.runs import Run
 
@@ -68,6 +69,6 @@ def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
     arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True)
-    loading.set_loading_options(*arguments[-2:], Run("a.py", any_config=True))
+    loading.set_loading_options(*arguments[-2:], Run("a.py", any_config=True, data=DataSettings(())))
     LlamaForCausalLM.from_pretrained("some/model", device_map=None)
     assert loaded == [{"": "cpu"}]

@@ -256,18 +256,22 @@ def check_same_run(folder: Path, before: dict, identity: dict) -> None:
         raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
     if not before or not has_trained(folder):
         return
-    problem = ""
     if changes := must_be_equal(before, identity):
         old, new = before_and_now(changes)
         problem = f"it holds a run with {old}, this run has {new}"
+    elif names := changed_files(before, identity):
+        problem = f"{', '.join(names)} of the dataset has changed since the run began"
     else:
-        old, new = ({(name, size) for name, size, _ in run["data_files"]} for run in (before, identity))
-        if names := sorted({name for name, _ in old ^ new}):
-            problem = f"{', '.join(names)} of the dataset has changed since the run began"
-    if problem:
-        raise UserError(
-            f"--output_dir: {folder}: {problem}: pass the same values, choose another --output_dir, or move that folder away"
-        )
+        return
+    raise UserError(
+        f"--output_dir: {folder}: {problem}: pass the same values, choose another --output_dir, or move that folder away"
+    )
+
+
+def changed_files(before: dict, now: dict) -> list[str]:
+    """The names of the files of the dataset of which only one of two run.json has one of this size."""
+    old, new = ({(name, size) for name, size, _ in run["data_files"]} for run in (before, now))
+    return sorted({name for name, _ in old ^ new})
 
 
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:

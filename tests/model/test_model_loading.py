@@ -67,7 +67,8 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch):
 def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precision, dtype, given, expected):
     """Also the products of its 4-bit layers."""
     training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig("./none", load_in_4bit=True, dtype=dtype)
-    loading.set_loading_options(training_args, model_args, Run("a.py", on_cpu=True, given=frozenset(given), data=DataSettings(())))
+    run = Run("a.py", on_cpu=True, given=frozenset(given), data=DataSettings(()))
+    loading.set_loading_options(training_args, model_args, run)
     assert getattr(torch, training_args.model_init_kwargs["dtype"]) == expected
     assert get_quantization_config(model_args).bnb_4bit_compute_dtype == expected
 

@@ -47,7 +47,7 @@ def test_what_a_gpu_supports(monkeypatch, capability, has_flash, error, attentio
 def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch):
     """TRL would pass device_map="auto"."""
     loaded, training_args = [], SFTConfig(use_cpu=True, bf16=False)
-    loading.set_loading_options(training_args, ModelConfig("some/model"), Run("a.py", data=DataSettings(())))
+    loading.set_loading_options(training_args, ModelConfig(), Run("a.py", data=DataSettings(())))
     monkeypatch.setattr(utils, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda", 0)))
     architecture = SimpleNamespace(from_pretrained=lambda name, **options: loaded.append(options))
     utils.create_model_from_path("some/model", architecture, **training_args.model_init_kwargs)
@@ -66,7 +66,7 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch):
 )
 def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precision, dtype, given, expected):
     """Also the products of its 4-bit layers."""
-    training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig("./none", load_in_4bit=True, dtype=dtype)
+    training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig(load_in_4bit=True, dtype=dtype)
     run = Run("a.py", on_cpu=True, given=frozenset(given), data=DataSettings(()))
     loading.set_loading_options(training_args, model_args, run)
     assert getattr(torch, training_args.model_init_kwargs["dtype"]) == expected

@@ -68,7 +68,7 @@ def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
         loaded.append(options["device_map"])
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
-    arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True)
+    arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig(load_in_4bit=True)
     loading.set_loading_options(*arguments[-2:], Run("a.py", any_config=True, data=DataSettings(())))
     LlamaForCausalLM.from_pretrained("some/model", device_map=None)
     assert loaded == [{"": "cpu"}]

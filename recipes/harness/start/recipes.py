@@ -335,16 +335,6 @@ def prepare_data(run: Run, arguments: Arguments) -> Run:
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    name = model_args.model_name_or_path
-    if not name:
+    if not model_args.model_name_or_path:
         return run
-    data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
-    check = functools.partial(
-        chat_templates.check_conversations,
-        training_args,
-        model_args,
-        run.given,
-        model_name=name,
-        splits_answers=data.split_conversations,
-    )
-    return dataclasses.replace(run, data=dataclasses.replace(data, check_conversations=check))
+    return dataclasses.replace(run, data=chat_templates.fit_template(run.data, training_args, model_args, run.given))

@@ -85,12 +85,12 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
     report_dropped_rows(trainer)
     check_second_models(trainer)
     check_built_trainer(recipe)
-    freeze_unused_parts(trainer)
+    freeze_unused_parts(trainer)  # before the count, and before the units of FSDP are chosen
     parameters = count_parameters(trainer.model)
     if writes_answers(trainer):
         check_prompts(trainer)
 
-    # The model, before accelerate wraps it.
+    # The model: all of this before accelerate wraps it, in `trainer.train`.
     compile_layers(trainer)
     prepare_gradient_scaler(trainer)
     hidden = prepare_sharding(trainer, run.config)
@@ -100,7 +100,7 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
     if trainer.is_fsdp_enabled:
         install_byte_check(trainer.model)
 
-    # The rows.
+    # The rows: what is added to them depends on the loss.
     repeat_stream(trainer)
     fill_last_step(trainer, with_empty_rows=loss.is_of_library)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.

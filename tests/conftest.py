@@ -263,7 +263,9 @@ def simulate(environment, tmp_path_factory):
             command = [sys.executable, ROOT / "tests/planner/simulate_runs.py", json.dumps(runs), str(free_port())]
             # With telemetry, as users have it. Other tests publish other files under the same names.
             changes = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HOME": str(folder / "huggingface")}
-            process = subprocess.run(command, env=environment | changes, cwd=folder, capture_output=True, text=True, timeout=580)
+            process = subprocess.run(
+                command, env=environment | changes, cwd=folder, capture_output=True, text=True, timeout=300 + 60 * len(runs)
+            )
         files = [folder / f"{number}.json" for number in range(len(runs))]
         assert all(file.is_file() for file in files), process.stdout + process.stderr
         return [json.loads(file.read_text()) for file in files]

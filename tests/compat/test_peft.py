@@ -80,3 +80,18 @@ def test_layers_that_stay_as_they_are():
             assert merged_layers(model) == merged
         with generating(model, is_fsdp2=True):
             assert not merged_layers(model)
+
+
+@pytest.mark.quick
+def test_small_changes_are_not_rounded_away():
+    """As large as those of a few steps of training: most are below half the distance of two numbers in bf16."""
+    model = make_adapter(torch.bfloat16)
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    layer.scale_layer(1e-4)
+    before = layer.weight.detach().float()
+    delta = layer.get_delta_weight("default").detach().float()
+    rounded = (before + delta).bfloat16().float() - before
+    with generating(model):
+        change = layer.weight.detach().float() - before
+    kept, kept_if_rounded = ((found * delta).sum() / delta.square().sum() for found in (change, rounded))
+    assert kept_if_rounded < 0.5 and kept == pytest.approx(1, abs=0.2)

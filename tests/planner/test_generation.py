@@ -60,7 +60,7 @@ def test_token_reads_all_weights(found):
     cache = KEYS_AND_VALUES * ROWS * (PROMPT + COMPLETION // 2)
     assert weights + cache < simulation.token.touched < 1.5 * weights + 9 * cache
     assert 50 * LAYERS < simulation.token.launches < 66 * LAYERS  # 104 with an adapter that is not merged
-    assert simulation.host_peaks["generate"].bytes == pytest.approx(2 * (simulation.parameters - EMBEDDING), rel=0.15)
+    assert 1 < simulation.host_peaks["generate"].bytes / (2 * (simulation.parameters - EMBEDDING)) < 1.5
     host = simulation.token.launches * cards.LAUNCH_GENERATING
     memory = simulation.token.touched / CARD.bandwidth / roofline.MEMORY_RATE
     assert roofline.generating_seconds(CARD, simulation) >= COMPLETION * max(host, memory)

@@ -47,7 +47,7 @@ def merge_for_generation(model: torch.nn.Module, accelerator: Any) -> Iterator[N
 def round_to_bf16(values: torch.Tensor) -> torch.Tensor:
     """Rounds float32 up or down at random, the nearer the likelier, so that small changes of many weights have their effect.
 
-    Rounded to the nearest, most weights would not change in the first steps of a run: 8 % of the effect remained, now 90 %.
+    Rounded to the nearest, most weights do not change in the first steps of a run: 8 % of their effect remains, here 90 %.
     """
     generator = torch.Generator(values.device).manual_seed(0)  # a run's own random numbers stay as they are
     noise = torch.randint(2**16, values.shape, generator=generator, device=values.device, dtype=torch.int32)

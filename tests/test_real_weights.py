@@ -11,12 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from conftest import install, slow
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig
 from runs import history, read, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 pytestmark = pytest.mark.real
 THINGS = ["lamp", "chair", "table", "desk", "rug", "mirror", "clock", "vase", "stool", "bench"]
@@ -44,9 +45,7 @@ ORDERS = [order(*parts) for parts in itertools.product(range(2, 10), THINGS, COL
 random.Random(0).shuffle(ORDERS)
 HELD_OUT, ORDERS = ORDERS[:16], ORDERS[16 : 16 + STEPS * ROWS]
 PROMPTS = [row["messages"][:-1] for row in HELD_OUT]
-# Sums of two digits; a + b and b + a are both held out, or both trained on.
-SUMS = {(a, b): {"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in itertools.product(range(10), repeat=2)}
-HELD_OUT_SUMS = random.Random(0).sample([pair for pair in SUMS if pair[0] <= pair[1]], 12)
+SUMS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in itertools.product(range(10), repeat=2)]
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +148,28 @@ def test_lora_and_qlora(smollm2, teach, launch, tmp_path):
             assert process.returncode == 0, process.stdout + process.stderr
         assert right_orders(merged) >= 15 and (flags or answers(merged, PROMPTS) == answers(run, PROMPTS))
     assert losses[0] < 0.05 and abs(losses[1] - losses[0]) < 0.05, losses
+
+
+@slow
+def test_dpo(smollm2, teach, tmp_path):
+    """The short answer is the chosen one: held-out answers become shorter. Margins and probabilities are those of plain TRL."""
+    sums = random.Random(0).sample(SUMS, ROWS * STEPS + 16)
+    prompts, pairs = [[turn("user", row["question"])] for row in sums], []
+    before = answers(smollm2, prompts)
+    for prompt, row, text in zip(prompts, sums, before, strict=True):  # what it writes by itself is rejected
+        pairs.append({"prompt": prompt, "chosen": [turn("assistant", row["answer"])], "rejected": [turn("assistant", text)]})
+    flags = ["--per_device_train_batch_size", ROWS, "--global_batch_size", ROWS, "--learning_rate", 2e-4, *IN_FLOAT32]
+    run = teach("qwen3_dpo", pairs[:-16], pairs[-16:], *flags, "--eval_strategy", "no")
+    after = answers(run, prompts[-16:])
+    assert sum(map(len, after)) < 0.6 * sum(map(len, before[-16:])), after
+
+    transformers.set_seed(42)
+    adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
+    args, rows = DPOConfig(str(tmp_path), learning_rate=2e-4, **PLAIN), Dataset.from_list(pairs[:-16])
+    trainer = DPOTrainer(str(smollm2), None, args, train_dataset=rows, peft_config=adapter)
+    trainer.train()
+    for key in ("rewards/margins", "logps/chosen"):
+        found = numbers(history(run, "loss"), key)
+        assert found == pytest.approx(numbers(trainer.state.log_history, key), rel=0.05, abs=0.05), key
+    margins, chosen = (numbers(history(run, "loss"), key) for key in ("rewards/margins", "rewards/chosen"))
+    assert margins[-1] > 1 and chosen[-1] > -0.5, (margins, chosen)

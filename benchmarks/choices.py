@@ -51,7 +51,7 @@ def main(numbers: list[int]) -> None:
         best = choose.choose(machine, grid, simulate)[0]
         count = len(tried)
         every = [option for options in grid.settings.values() for option in options]
-        fitting = {one.option: one.seconds for one in choose.possible(machine, dict(zip(every, simulate(every), strict=True)))}
+        fitting = {one.option: one.seconds for one in choose.possible(machine, every, simulate(every))}
         number = f"{count} of {len(every)} | {len(fitting)}"
         del fitting[best.option]
         other = min(fitting, key=fitting.get)

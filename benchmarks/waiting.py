@@ -30,7 +30,7 @@ MEDIAN_LENGTH, MEAN_LENGTH = 600, 1000  # in tokens, about those of FineWeb-Edu
 
 def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, read_ahead: bool, step_count: int) -> None:
     """Trains in this process; sends the seconds of every step, and how many of them it waited for rows."""
-    from harness.run.evaluation import AgreedReader
+    from harness.run.losses import AgreedReader
 
     import torch
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from harness.commands.rewards import score
 from harness.messages import UserError
-from harness.run.evaluation import Means
+from harness.run.losses import Means
 from harness.run.metrics import format_metrics, own_metrics
 
 import pytest

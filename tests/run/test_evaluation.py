@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 
-from harness.run.evaluation import EvaluationBatches
+from harness.run.losses import EvaluationBatches
 
 import pyarrow.parquet
 import pytest

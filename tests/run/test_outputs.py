@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from harness.compat.transformers import generate_on
 from harness.model import quantized
-from harness.run import samples, saving
+from harness.run import generation, saving
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_processes_generate_the_same_number_of_tokens(build_trainer, monkeypatch
 
     monkeypatch.setattr(trainer.model, "generate", generate)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", processes)
-    samples.generate_samples(trainer, True, [])
+    generation.generate_samples(trainer, True, [])
     assert synced == [processes > 1]
 
 
@@ -32,8 +32,8 @@ def test_samples_of_a_processor(build_trainer, monkeypatch):
     trainer = build_trainer("qwen2_chat")
     trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
     monkeypatch.setattr(trainer.model, "generate", lambda input_ids, **options: input_ids)
-    samples.generate_samples(trainer, True, [])
-    assert Path(trainer.args.output_dir, "samples.txt").read_text().count("--- generated\n") >= 3
+    generation.generate_samples(trainer, True, [])
+    assert Path(trainer.args.output_dir, "generation.txt").read_text().count("--- generated\n") >= 3
 
 
 def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
@@ -43,7 +43,7 @@ def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
         pass  # checks transformers' own function, which is replaced below
     monkeypatch.setattr("transformers.generation.utils.move_to_device", lambda value, device: pytest.fail(f"moved to {device}"))
     monkeypatch.setattr(PreTrainedModel, "device", torch.device("cpu", 0))  # not the device of the inputs, which is "cpu"
-    samples.generate_samples(trainer, True, [])
+    generation.generate_samples(trainer, True, [])
     assert PreTrainedModel.device == torch.device("cpu", 0)
 
 

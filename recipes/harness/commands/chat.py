@@ -70,7 +70,7 @@ def lines() -> Iterator[str]:
 
 def generate(model: Any, tokenizer: Any, inputs: Any, new_tokens: int) -> str:
     """Prints the answer token by token, and returns it. Sampling is as the model's generation config says."""
-    from harness.run.samples import end_tokens
+    from harness.run.generation import end_tokens
 
     import torch
     from transformers import TextStreamer

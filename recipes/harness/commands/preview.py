@@ -25,7 +25,7 @@ from harness.data.images import size_of, tokens_of_size, with_one_token_each
 from harness.data.settings import is_packed, length_of_rows
 from harness.data.turns import IGNORED
 from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
-from harness.run.samples import Document, documents_of
+from harness.run.generation import Document, documents_of
 from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
@@ -159,7 +159,7 @@ class Preview:
 def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
     from harness.run import generation
-    from harness.run.samples import why_no_text
+    from harness.run.generation import why_no_text
 
     if next(iter(trainer.train_dataset), None) is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
@@ -219,7 +219,7 @@ def summarize(preview: Preview) -> dict[str, Any]:
 
 def find_problems(preview: Preview, in_loss: set[int]) -> list[str]:
     """What would train without an error, and teach the model not to stop. `in_loss`: the tokens that count in the loss."""
-    from harness.run.samples import end_tokens
+    from harness.run.generation import end_tokens
 
     ends = end_tokens(preview.trainer.model, preview.tokenizer)
     if ends & in_loss:

@@ -84,7 +84,7 @@ def main(*words: str) -> int:
 
 def read_held_out(folder: Path) -> HeldOut:
     """What the run has written for the comparison."""
-    from harness.run.samples import documents_of
+    from harness.run.generation import documents_of
 
     import pyarrow.parquet
 

@@ -16,9 +16,8 @@ from harness.data.streams import StreamPosition
 from harness.folder import step_of
 from harness.messages import UserError, print_once
 from harness.run.checkpoints import Checkpoints, WeightsOfModel, load_converted
-from harness.run.evaluation import AgreedReader, Means, read_equally
 from harness.run.generation import order_by_epoch, writes_answers
-from harness.run.losses import Loss, changed, check_unit
+from harness.run.losses import AgreedReader, Loss, Means, changed, check_unit, read_equally
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
 from harness.run.sharding import HiddenBuffers, show_saved_buffers

@@ -18,14 +18,21 @@ from harness.run.checkpoints import (
     recover_checkpoints,
     restore_callbacks,
 )
-from harness.run.evaluation import evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
-from harness.run.generation import RewardsOfSteps, check_prompts, trains_on_rewards, writes_answers
-from harness.run.losses import prepare_loss
+from harness.run.generation import (
+    RewardsOfSteps,
+    answer_before,
+    check_prompts,
+    generate_samples,
+    has_held_out,
+    save_held_out,
+    trains_on_rewards,
+    writes_answers,
+)
+from harness.run.losses import evaluate, prepare_loss, print_best_checkpoint
 from harness.run.parameters import adapters_of, base_of, config_of, count_parameters, freeze_unused_parts
 from harness.run.progress import Profile, replace_progress_bar
 from harness.run.results import print_summary, write_results
-from harness.run.samples import answer_before, generate_samples, has_held_out, save_held_out
 from harness.run.saving import load_original_config, publish, save_model, set_base_revision, write_model_card
 from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding

@@ -44,7 +44,7 @@ def make_dataset(folder: Path, documents_per_file: int) -> None:
 def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple[float, float, float, int, int, float]:
     """Seconds to the first step, CPU seconds to it and to the last one, rows and their tokens, and GB of host memory."""
     from harness.data import loading, stream_rows
-    from harness.data.settings import DataSettings, Source
+    from harness.data.reading import DataSettings, Source
     from harness.data.streams import StreamPosition, documents_per_batch, repeat_stream
 
     import psutil

@@ -17,6 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the second one if there is no first one
+GROWING = "expandable_segments:True"  # of PYTORCH_ALLOC_CONF: less fragmentation of GPU memory
+
 VARIABLE = "HARNESS_LAUNCHED"  # the environment variable with the JSON of `Launched`
 # Names in the folder: a process has begun; the code for the shell; the number of a signal that the launcher got. The numbers are
 # targets of links: a link is written completely or not at all, and needs no space on a disk that is full.
@@ -147,3 +150,11 @@ def exit_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent was killed before the call above
             os._exit(128 + signal.SIGKILL)
+
+
+def own_allocator_settings() -> str:
+    """How the user makes PyTorch allocate memory, "" if that is left to this project."""
+    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), GROWING)
+    if settings == GROWING:
+        return ""
+    return settings

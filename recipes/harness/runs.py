@@ -47,7 +47,7 @@ class Run:
     # What follows from the values of the arguments.
     given: frozenset[str] = frozenset()  # names of the arguments that the user passed
     values: argparse.Namespace | None = None  # of all arguments, before others follow from them
-    data: Any = None  # which rows are read, a `harness.data.settings.DataSettings`
+    data: Any = None  # which rows are read, a `harness.data.reading.DataSettings`
     profile: bool = False
     repository: Any = None  # to which the model is uploaded, a `harness.run.saving.Repository`
     # Of a run that trains.

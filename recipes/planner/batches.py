@@ -1,6 +1,6 @@
 """The batch of a simulated step: as the run's collator makes it, with every row of full length."""
 
-from harness.data.settings import length_of_rows
+from harness.data.reading import length_of_rows
 
 import torch
 from transformers import PreTrainedConfig, ProcessorMixin, Trainer, TrainingArguments

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands.report import print_table
-from harness.data.settings import too_few_steps
+from harness.data.reading import too_few_steps
 from harness.messages import plural
 from planner import cards
 from planner.hardware import host_memory

@@ -22,7 +22,7 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.peft import merge_for_generation
 from harness.compat.transformers import use_no_gpu_kernels
 from harness.configs import AccelerateConfig
-from harness.data.settings import length_of_rows
+from harness.data.reading import length_of_rows
 from harness.folder import read_json
 from harness.messages import UserError
 from harness.model.attention import check_packing
@@ -30,8 +30,7 @@ from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture, set_loading_options
 from harness.run.generation import micro_batches_of_generation
 from harness.run.losses import own_loss
-from harness.run.parameters import freeze_unused_parts
-from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
+from harness.run.sharding import AfterWrapping, freeze_unused_parts, local_tensor, prepare_sharding
 from harness.run.trainer import TrainerPrecision, add_overrides
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import recipes

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from harness.data.settings import DataSettings
+from harness.data.reading import DataSettings
 from harness.folder import write_json
 from harness.hub import TOKENIZER, find_commit, hub_errors
 from harness.messages import UserError

@@ -6,7 +6,7 @@ import shutil
 
 from harness.commands import merge
 from harness.messages import UserError
-from harness.run.parameters import quantization_of
+from harness.run.sharding import quantization_of
 
 import pytest
 import torch

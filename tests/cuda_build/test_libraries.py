@@ -11,9 +11,9 @@ if not torch.version.cuda:
     pytest.skip("needs PyTorch's CUDA build: ./launch.sh --test --cuda_build", allow_module_level=True)
 
 from harness import configs
+from harness.launched import GROWING
 from harness.model.gpu_features import can_run_varlen, find_gpu_features, why_not_triton
 from harness.start import machine
-from harness.start.environment import GROWING
 
 from bitsandbytes.cextension import get_cuda_bnb_library_path
 from bitsandbytes.cuda_specs import CUDASpecs

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from harness.data import chat_templates, conversion, formats
 from harness.data.chat_templates import check_conversations, training_template
-from harness.data.settings import DataSettings
+from harness.data.reading import DataSettings
 from harness.rehearsal import tiny
 
 import pytest

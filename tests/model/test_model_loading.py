@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType, SimpleNamespace
 
-from harness.data.settings import DataSettings
+from harness.data.reading import DataSettings
 from harness.model import gpu_features, loading
 from harness.runs import Run
 

@@ -1,6 +1,6 @@
 """llama31_70b_qlora: conversations or texts, a 4-bit base model in host memory, a float32 adapter that names the base."""
 
-from harness.data.settings import DataSettings
+from harness.data.reading import DataSettings
 from harness.model import loading
 from harness.runs import Run
 

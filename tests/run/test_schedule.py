@@ -1,6 +1,6 @@
 """The schedule of the learning rate in short runs, and phases that do not fit into a run."""
 
-from harness.data.settings import too_few_steps
+from harness.data.reading import too_few_steps
 from harness.run.trainer import fit_schedule
 
 import pytest

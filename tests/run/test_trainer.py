@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from harness.messages import UserError
 from harness.run import generation, training
-from harness.run.parameters import count_parameters
+from harness.run.sharding import count_parameters
 from harness.run.trainer import keep_workers_after_sigterm
 
 import pytest

@@ -22,7 +22,7 @@ from harness.commands import arguments
 from harness.commands.prepare import PreparedRecipe
 from harness.commands.rewards import print_rewards, score
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
-from harness.data.settings import is_packed, length_of_rows
+from harness.data.reading import is_packed, length_of_rows
 from harness.data.turns import IGNORED
 from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
 from harness.run.generation import Document, documents_of

@@ -20,8 +20,7 @@ from typing import Any
 from harness.data.conversion import other_keys, split_answers, turns_of
 from harness.data.formats import CONVERSATIONS
 from harness.data.images import IMAGE, as_parts
-from harness.data.reading import PlacedRow
-from harness.data.settings import DataSettings
+from harness.data.reading import DataSettings, PlacedRow
 from harness.data.turns import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, without
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import formats, images
-from harness.data.reading import PLACE, ROW, PlacedRow, Rows, absolute_name, file_versions, with_places
-from harness.data.settings import DataSettings, Source
+from harness.data.reading import PLACE, ROW, DataSettings, PlacedRow, Rows, Source, absolute_name, file_versions, with_places
 from harness.data.turns import END_OF_THINK, KEYS_OF_CALL, TEMPLATE_ARGUMENTS, is_nothing, without
 from harness.hub import hub_errors
 from harness.messages import RefusedRow, UserError, print_once

@@ -38,8 +38,7 @@ from harness.data.conversion import (
     usable_rows,
 )
 from harness.data.images import OF_IMAGE
-from harness.data.reading import PLACE, PlacedRow, Rows, with_places
-from harness.data.settings import DataSettings, Source
+from harness.data.reading import PLACE, DataSettings, PlacedRow, Rows, Source, with_places
 from harness.data.stream_rows import mix_streams, shuffle
 from harness.data.turns import TEMPLATE_ARGUMENTS
 from harness.folder import DATA, has_trained, read_json, write_json

@@ -197,7 +197,7 @@ class TrainedQuantization:
 
 
 def read_quantization(recorded: dict[str, Any]) -> TrainedQuantization | None:
-    """What `quantization_of` in run/parameters.py has recorded in results or in a checkpoint; None without 4 bits."""
+    """What `quantization_of` in run/sharding.py has recorded in results or in a checkpoint; None without 4 bits."""
     if not recorded.get("quantization", {}).get("load_in_4bit"):
         return None
     settings = BitsAndBytesConfig.from_dict(recorded["quantization"])

@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.data.conversion import MAX_LETTERS, REHEARSED_ROWS
 from harness.data.images import limit_pixels
-from harness.data.settings import DataSettings, Source
+from harness.data.reading import DataSettings, Source
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import print_once
 

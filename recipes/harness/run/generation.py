@@ -17,7 +17,7 @@ from harness.data.turns import IGNORED
 from harness.folder import HELD_OUT, draft_of
 from harness.messages import UserError, print_once
 from harness.run.failures import only_report
-from harness.run.parameters import base_of, can_generate
+from harness.run.sharding import base_of, can_generate
 
 import pyarrow
 import pyarrow.parquet

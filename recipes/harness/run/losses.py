@@ -18,8 +18,8 @@ from harness.launched import OUT_OF_TIME
 from harness.messages import HubLost, UserError, print_once
 from harness.run.generation import trains_on_rewards
 from harness.run.metrics import evaluation_losses, logged_by_evaluations
-from harness.run.parameters import base_of
 from harness.run.progress import size_of
+from harness.run.sharding import base_of
 from harness.run.stopping import maximum
 
 import torch

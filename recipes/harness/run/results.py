@@ -16,8 +16,8 @@ from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
 from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
-from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
+from harness.run.sharding import config_of, quantization_of
 
 import torch
 from accelerate.utils import gather_object

@@ -13,7 +13,7 @@ from harness.model.loading import dtype_of_files
 from harness.model.quantized import read_source
 from harness.rehearsal.tiny import has_vision_part
 from harness.run.checkpoints import is_of_another_library
-from harness.run.parameters import adapters_of, config_of
+from harness.run.sharding import adapters_of, config_of
 
 import torch
 from huggingface_hub import HfApi, save_torch_state_dict

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.compat.guards import changes
 from harness.compat.trl import logged_metrics
-from harness.data.settings import too_few_steps
+from harness.data.reading import too_few_steps
 from harness.data.streams import StreamPosition
 from harness.folder import step_of
 from harness.messages import UserError, print_once

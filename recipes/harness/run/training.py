@@ -30,12 +30,21 @@ from harness.run.generation import (
     writes_answers,
 )
 from harness.run.losses import evaluate, prepare_loss, print_best_checkpoint
-from harness.run.parameters import adapters_of, base_of, config_of, count_parameters, freeze_unused_parts
 from harness.run.progress import Profile, replace_progress_bar
 from harness.run.results import print_summary, write_results
 from harness.run.saving import load_original_config, publish, save_model, set_base_revision, write_model_card
 from harness.run.sharded_files import check_sharded_files
-from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
+from harness.run.sharding import (
+    AfterWrapping,
+    adapters_of,
+    base_of,
+    compile_layers,
+    config_of,
+    count_parameters,
+    freeze_unused_parts,
+    prepare_gradient_scaler,
+    prepare_sharding,
+)
 from harness.run.stopping import (
     LastStepReached,
     MissedEvaluation,

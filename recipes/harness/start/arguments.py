@@ -19,7 +19,7 @@ from harness.configs import AccelerateConfig, read_yaml
 from harness.data import reading
 from harness.data.formats import DESCRIPTIONS
 from harness.data.images import AREA
-from harness.data.settings import DataSettings, Source, length_of_rows, rows_of_step
+from harness.data.reading import DataSettings, Source, length_of_rows, rows_of_step
 from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny

@@ -9,11 +9,10 @@ from pathlib import Path
 from harness import hub
 from harness.compat.accelerate import launch_environment
 from harness.configs import AccelerateConfig
+from harness.launched import GROWING, own_allocator_settings
 from harness.messages import UserError
 from harness.runs import Run
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the second one if there is no first one
-GROWING = "expandable_segments:True"  # of PYTORCH_ALLOC_CONF: less fragmentation of GPU memory
 # Keys of a config that become training arguments, whose flags these variables of accelerate would override. Besides, accelerate's
 # own checkpointing recomputes with other random numbers, so dropout would differ between forward and backward.
 LEFT_TO_ARGUMENTS = {
@@ -49,14 +48,6 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     else:
         hub.use_cache_if_unreachable()
-
-
-def own_allocator_settings() -> str:
-    """How the user makes PyTorch allocate memory, "" if that is left to this project."""
-    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), GROWING)
-    if settings == GROWING:
-        return ""
-    return settings
 
 
 def set_environment_of_accelerate(run: Run) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.torch import set_allocator_settings
 from harness.configs import AccelerateConfig
-from harness.launched import launched
+from harness.launched import ALLOCATOR_VARIABLES, GROWING, launched, own_allocator_settings
 from harness.messages import UserError, plural, print_once
 from harness.model.gpu_features import find_gpu_features
 from harness.nodes.network import is_of_several, values_of_nodes
 from harness.runs import NO_FEATURES, GpuFeatures, Run, rehearsal_hint
-from harness.start.environment import ALLOCATOR_VARIABLES, GROWING, own_allocator_settings
 
 import torch
 from transformers import TrainingArguments

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from harness.commands import chat, saved
-from harness.data.tokenization import describe_rows
+from harness.data.chat_templates import describe_rows
 
 import pytest
 import torch

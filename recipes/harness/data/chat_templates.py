@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from harness import folder
 from harness.data.conversion import other_keys, split_answers, turns_of
 from harness.data.formats import CONVERSATIONS
 from harness.data.images import IMAGE, as_parts
@@ -24,11 +25,16 @@ from harness.data.reading import DataSettings, PlacedRow
 from harness.data.turns import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, without
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
-from harness.runs import PROJECT
+from harness.runs import PROJECT, UncutRows
 
+from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import is_conversational
+
+COMPARED_ROWS = 256  # whose system messages are compared
+KEPT_CONVERSATIONS = 16  # for --verify
 
 # %s is the model's own template, %r the error message. A turn with train: false is not marked. A marked answer ends
 # with a letter: a space at its end can belong to no token, and transformers would mark all tokens after it.
@@ -505,3 +511,37 @@ def load_tokenizer_with_template(
     if path := getattr(training_args, "chat_template_path", None):
         tokenizer.chat_template = Path(path).read_text("utf-8")
     return tokenizer
+
+
+def keep_uncut(uncut: UncutRows, split: str, rows: Dataset | IterableDataset, tokens: Dataset | IterableDataset) -> None:
+    """Keeps how prompts look, and conversations: --verify compares the prompts of a saved tokenizer with them.
+
+    `split`: see `tokenize_split`; `rows`: as `tokenize` gets them; `tokens`: the same as tokens, of any length.
+    """
+    if split == "train":
+        uncut.tokens = tokens
+    if "system" not in uncut.prompt:  # of the training rows, unless they are a stream
+        uncut.prompt |= describe_rows(rows)
+    if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
+        for row, of_row in zip(rows.take(KEPT_CONVERSATIONS), tokens.take(KEPT_CONVERSATIONS), strict=True):
+            uncut.conversations.append(row | {"input_ids": of_row["input_ids"]})
+
+
+def describe_rows(rows: Dataset | IterableDataset) -> dict[str, Any]:
+    """What prompt.json says about readable rows. A stream is not read further than its first row.
+
+    - rows: what the run was trained on; None if the trainer got tokens, or is no SFTTrainer.
+    - system: of CONVERSATIONS, the system message of the training rows, if the first ones all have the same.
+    """
+    first = next(iter(rows), {})
+    if "input_ids" in first:
+        return {}
+    if not is_conversational(first):
+        return {"rows": folder.PROMPTS if "prompt" in first else folder.TEXTS}
+    if not isinstance(rows, Dataset):
+        return {"rows": folder.CONVERSATIONS}
+    systems = set()
+    for row in rows.take(min(COMPARED_ROWS, len(rows))):
+        turn = (row.get("messages") or row["prompt"])[0]
+        systems.add(str(turn["content"]) if turn["role"] == "system" else None)
+    return {"rows": folder.CONVERSATIONS, "system": systems.pop() if len(systems) == 1 else None}

@@ -12,10 +12,16 @@ from typing import Any
 
 from harness import runs
 from harness.data import images
-from harness.data.chat_templates import load_tokenizer_with_template, options_of, own_template, show_turns, training_template
+from harness.data.chat_templates import (
+    keep_uncut,
+    load_tokenizer_with_template,
+    options_of,
+    own_template,
+    show_turns,
+    training_template,
+)
 from harness.data.streams import documents_per_batch
 from harness.data.turns import IGNORED
-from harness.folder import CONVERSATIONS, PROMPTS, TEXTS
 from harness.messages import UserError, print_once
 from harness.runs import Run, StartedRecipe, UncutRows
 
@@ -23,7 +29,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, SFTConfig, pack_dataset
 from trl.chat_template_utils import is_chat_template_stop_token_trained
-from trl.data_utils import common_prefix_length, is_conversational
+from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
 Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
@@ -32,8 +38,6 @@ IMAGES = "images"  # a column of rows with images, which stay as they are until 
 # The first rows, of which those without a label are counted where packing does not drop them.
 COUNTED_ROWS = 2_000
 COUNTED_ROWS_OF_STREAM = 100
-COMPARED_ROWS = 256  # whose system messages are compared
-KEPT_CONVERSATIONS = 16  # for --verify
 
 
 def load_tokenizer(
@@ -123,40 +127,6 @@ def tokenize_split(
     if args.shuffle_dataset:
         return tokens.shuffle(seed=args.seed)
     return tokens
-
-
-def keep_uncut(uncut: UncutRows, split: str, rows: Rows, tokens: Rows) -> None:
-    """Keeps how prompts look, and conversations: --verify compares the prompts of a saved tokenizer with them.
-
-    `split`: see `tokenize_split`; `rows`: as `tokenize` gets them; `tokens`: the same as tokens, of any length.
-    """
-    if split == "train":
-        uncut.tokens = tokens
-    if "system" not in uncut.prompt:  # of the training rows, unless they are a stream
-        uncut.prompt |= describe_rows(rows)
-    if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
-        for row, of_row in zip(rows.take(KEPT_CONVERSATIONS), tokens.take(KEPT_CONVERSATIONS), strict=True):
-            uncut.conversations.append(row | {"input_ids": of_row["input_ids"]})
-
-
-def describe_rows(rows: Rows) -> dict[str, Any]:
-    """What prompt.json says about readable rows. A stream is not read further than its first row.
-
-    - rows: what the run was trained on; None if the trainer got tokens, or is no SFTTrainer.
-    - system: of CONVERSATIONS, the system message of the training rows, if the first ones all have the same.
-    """
-    first = next(iter(rows), {})
-    if "input_ids" in first:
-        return {}
-    if not is_conversational(first):
-        return {"rows": PROMPTS if "prompt" in first else TEXTS}
-    if not isinstance(rows, Dataset):
-        return {"rows": CONVERSATIONS}
-    systems = set()
-    for row in rows.take(min(COMPARED_ROWS, len(rows))):
-        turn = (row.get("messages") or row["prompt"])[0]
-        systems.add(str(turn["content"]) if turn["role"] == "system" else None)
-    return {"rows": CONVERSATIONS, "system": systems.pop() if len(systems) == 1 else None}
 
 
 def tokens_of_rows(split: str, rows: Rows, tokenizer: Tokenizer, args: SFTConfig) -> Rows:

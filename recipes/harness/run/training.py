@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
+from harness.data.chat_templates import describe_rows
 from harness.data.streams import fill_last_step, repeat_stream
-from harness.data.tokenization import describe_rows
 from harness.launched import end_run, record_end, record_signal, set_signal_handler
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check

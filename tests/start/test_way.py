@@ -5,7 +5,7 @@ import itertools
 from conftest import ROOT
 from runs import read
 
-MOST_FILES, MOST_RETURNS = 48, 120
+MOST_FILES, MOST_RETURNS = 46, 75
 
 
 def test_files_and_returns_to_files(fork_launch, tmp_path):

@@ -269,7 +269,7 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
         report_first_rows(split, tokens, used, args, run)
     if has_images:
         return kept
-    return kept.map(cut_tokens_of_row, fn_kwargs={"part": part}, **options)
+    return kept.map(lambda row: {name: row[name][part] for name in TOKENS}, **options)
 
 
 def has_loss(labels: list[int], part: slice = slice(None), most: float = math.inf) -> bool:
@@ -278,10 +278,6 @@ def has_loss(labels: list[int], part: slice = slice(None), most: float = math.in
     `most`: tokens of a row with images, which is not cut: a part of an image has no meaning, and what follows it is the answer.
     """
     return len(labels) <= most and any(label != IGNORED for label in labels[part])
-
-
-def cut_tokens_of_row(row: dict, part: slice) -> dict[str, list[int]]:
-    return {name: row[name][part] for name in TOKENS}
 
 
 def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:

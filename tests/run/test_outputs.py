@@ -33,7 +33,7 @@ def test_samples_of_a_processor(build_trainer, monkeypatch):
     trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
     monkeypatch.setattr(trainer.model, "generate", lambda input_ids, **options: input_ids)
     generation.generate_samples(trainer, True, [])
-    assert Path(trainer.args.output_dir, "generation.txt").read_text().count("--- generated\n") >= 3
+    assert Path(trainer.args.output_dir, "samples.txt").read_text().count("--- generated\n") >= 3
 
 
 def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):

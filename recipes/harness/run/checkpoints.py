@@ -1,7 +1,6 @@
 """The checkpoints of a run: what each must have, when one is complete, which are deleted, from which one the run resumes."""
 
 import copy
-import errno
 import math
 import re
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 
 from harness import folder
 from harness.folder import read_json
-from harness.messages import UserError, die, last_line, plural, print_once, readable_size
+from harness.messages import UserError, plural, print_once, readable_size
 from harness.model.loading import quiet_transformers
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.progress import Progress
@@ -343,11 +342,6 @@ def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
     return True
 
 
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}
-# What torch.save, sharded checkpoints and safetensors raise instead of an OSError.
-DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "No space left", "File too large", "I/O error")
-
-
 def check_disk_space(trainer: Any) -> None:
     """Raises UserError unless the disk has space for two checkpoints, for the best one if it is kept besides, and for the model.
 
@@ -367,22 +361,6 @@ def check_disk_space(trainer: Any) -> None:
             f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)} for checkpoints and the "
             "model. Free some space, or pass a folder on another disk"
         )
-
-
-def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
-    """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
-    run = Path(trainer.args.output_dir)
-    # Nodes may have no folder without checkpoints, the first process has.
-    has_disappeared = trainer.is_world_process_zero() and not (run / folder.RUN).is_file()
-    is_disk_error = isinstance(error, OSError) and (error.errno in DISK_ERRORS or Path(str(error.filename)).is_relative_to(run))
-    if not (has_disappeared or is_disk_error or any(message in str(error) for message in DISK_MESSAGES)):
-        return
-    reason = "it has disappeared"
-    if not has_disappeared:
-        reason = f"{last_line(error)} ({readable_size(shutil.disk_usage(run.parent).free)} of the disk are free)"
-    message = f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}"
-    # A sharded checkpoint fails on every process; an OSError can be that of one process.
-    die(message, folder.NOT_WRITABLE, is_of_one_process=is_disk_error)
 
 
 def estimated_sizes(trainer: Any) -> tuple[int, int]:

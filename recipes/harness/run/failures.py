@@ -1,7 +1,9 @@
 """Failures of a run: a known one ends it with one message and an exit code, one after the training is only reported."""
 
 import contextlib
+import errno
 import os
+import shutil
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -9,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.messages import DEBUG_VARIABLE, UserError, die, kind_and_line, last_line, print_once
+from harness.messages import DEBUG_VARIABLE, UserError, die, kind_and_line, last_line, print_once, readable_size
 from harness.nodes.network import exit_if_connection_lost
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}
+# What torch.save, sharded checkpoints and safetensors raise instead of an OSError.
+DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "No space left", "File too large", "I/O error")
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
 GPU_ADVICE = (
@@ -34,12 +40,24 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
         exit_if_connection_lost(error)
     else:
         raise_if_of_reward(error, trainer)
-        from harness.run.checkpoints import (
-            exit_if_disk_failed,  # here, because a launcher imports this module before transformers
-        )
-
         exit_if_disk_failed(error, trainer)
         exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))
+
+
+def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
+    """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
+    run = Path(trainer.args.output_dir)
+    # Nodes may have no folder without checkpoints, the first process has.
+    has_disappeared = trainer.is_world_process_zero() and not (run / folder.RUN).is_file()
+    is_disk_error = isinstance(error, OSError) and (error.errno in DISK_ERRORS or Path(str(error.filename)).is_relative_to(run))
+    if not (has_disappeared or is_disk_error or any(message in str(error) for message in DISK_MESSAGES)):
+        return
+    reason = "it has disappeared"
+    if not has_disappeared:
+        reason = f"{last_line(error)} ({readable_size(shutil.disk_usage(run.parent).free)} of the disk are free)"
+    message = f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}"
+    # A sharded checkpoint fails on every process; an OSError can be that of one process.
+    die(message, folder.NOT_WRITABLE, is_of_one_process=is_disk_error)
 
 
 def raise_if_of_reward(error: Exception, trainer: Any) -> None:

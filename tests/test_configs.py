@@ -1,6 +1,5 @@
 """Accelerate configs: those of the project are read; keys that accelerate would ignore are refused."""
 
-import argparse
 import dataclasses
 import os
 
@@ -12,7 +11,6 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from accelerate.commands.to_fsdp2 import to_fsdp2_command
 from conftest import CONFIGS
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
@@ -113,30 +111,6 @@ def test_error_names_the_key(tmp_path, error_of, text, word):
     path.write_text(text)
     message = error_of(configs.read, str(path))
     assert "bad.yaml" in message and word in message
-
-
-FSDP1 = """distributed_type: FSDP
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch: BACKWARD_PRE
-  fsdp_sharding_strategy: SHARD_GRAD_OP
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_use_orig_params: true
-mixed_precision: bf16
-num_machines: 1
-num_processes: 4
-use_cpu: false
-"""
-
-
-def test_what_accelerate_translates_from_fsdp1_is_read(tmp_path, error_of):
-    """`accelerate to-fsdp2`, which the message names."""
-    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    old.write_text(FSDP1)
-    assert "FSDP1" in error_of(configs.read, str(old))
-    to_fsdp2_command(argparse.Namespace(config_file=str(old), output_file=str(new), overwrite=False))
-    config = configs.read(str(new))
-    assert config.is_fsdp and config.num_processes == 4 and not config.reshard_after_forward
 
 
 @pytest.mark.parametrize(("value", "expected"), [("all", ""), ("", ""), ("0, 2", "0,2"), ("1", "1")])

@@ -5,7 +5,6 @@ import re
 from types import SimpleNamespace
 
 from harness.commands import preview
-from harness.commands.preview import IGNORED, paint
 
 import pytest
 from conftest import RECIPES, ROOT
@@ -162,10 +161,3 @@ def test_warning_about_a_missing_end_token(tokenizer):
     shown = SimpleNamespace(trainer=SimpleNamespace(model=model), tokenizer=tokenizer)
     assert not preview.find_problems(shown, {5, 6, tokenizer.eos_token_id})
     assert "no EOS token" in preview.find_problems(shown, {5, 6})[0]
-
-
-def test_paint(tokenizer):
-    ids = tokenizer("A question<|im_end|> an answer<|im_end|>")["input_ids"]
-    labels = [IGNORED] * 2 + ids[2:]
-    plain = paint(tokenizer, ids, labels)
-    assert plain.count("⟦") == plain.count("⟧") == 1 and plain.count("◆<|im_end|>") == 2

@@ -72,78 +72,42 @@ def test_methods_of_the_trainer_are_declared():
     assert {f"transformers:Trainer.{name}" for name in names - documented} == declared
 
 
-# What only `compat` and the planner may do: set an attribute of a library, and use a private name of one.
-
-
-class LibraryUse(ast.NodeVisitor):
-    """Finds what a file sets or deletes in a library, and the private names that it uses.
+def uses_of_libraries(source: str) -> list[str]:
+    """What only `compat` and the planner may do: what a file sets or deletes in a library, and the private names that it uses.
 
     The standard library counts for private names only: programs set `sys.argv`. Private names of any object count but `self`,
     `cls` and `super()`: it can be an object of a library.
     """
+    nodes = list(ast.walk(ast.parse(source)))
+    imported, used, changed = {}, [], []
 
-    def __init__(self, source: str) -> None:
-        self.imported: dict[str, str] = {}  # name in this file: full name
-        self.found: list[str] = []
-        tree = ast.parse(source)
-        for node in ast.walk(tree):  # first all imports: a function can use a name that is imported further down
-            self.read_import(node)
-        self.visit(tree)
+    def full_name(node: ast.AST) -> str:
+        """`torch.nn.Module` for what a name or an attribute of one refers to; "" if it is not imported."""
+        first, dot, rest = ast.unparse(node).partition(".")
+        return f"{imported[first]}{dot}{rest}" if first in imported and re.fullmatch(r"[\w.]*", rest) else ""
 
-    def read_import(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Import):
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            used += [module + alias.name for alias in node.names]
             for alias in node.names:
-                full = alias.name if alias.asname else alias.name.split(".")[0]
-                self.imported[alias.asname or full] = full
-                self.check_private(node, alias.name)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                self.imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                self.check_private(node, f"{node.module}.{alias.name}")
-
-    def full_name(self, node: ast.AST) -> str | None:
-        """`torch.nn.Module` for what a name or an attribute of one refers to; None if it is not imported."""
-        if isinstance(node, ast.Name):
-            return self.imported.get(node.id)
-        if isinstance(node, ast.Attribute) and (owner := self.full_name(node.value)):
-            return f"{owner}.{node.attr}"
-        return None
-
-    def check_private(self, node: ast.AST, name: str) -> None:
-        is_private = any(re.match(r"_(?!_)", part) for part in name.split("."))
-        if is_private and not name.startswith("harness.") and name not in DOCUMENTED:
-            self.found.append(f"line {node.lineno} uses {name}")
-
-    def check_set(self, node: ast.AST, name: str) -> None:
-        library = name.split(".")[0]
-        if library != "harness" and library not in sys.stdlib_module_names:
-            self.found.append(f"line {node.lineno} sets {name}")
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        source = self.full_name(node.value)
-        for target in node.targets:
-            if source and isinstance(target, ast.Name):
-                self.imported[target.id] = source
-        self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if name := self.full_name(node):
-            self.check_private(node, name)
-            if not isinstance(node.ctx, ast.Load):
-                self.check_set(node, name)
-        elif ast.unparse(node.value) not in ("self", "cls", "super()"):
-            self.check_private(node, node.attr)
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if getattr(node.func, "id", "") in ("setattr", "delattr") and (owner := self.full_name(node.args[0])):
-            self.check_set(node, f"{owner}.{ast.unparse(node.args[1])}")
-        self.generic_visit(node)
+                name = alias.name if alias.asname or module else alias.name.split(".")[0]
+                imported[alias.asname or name] = module + name
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            full = full_name(node)
+            used += [full or node.attr] * (ast.unparse(node.value) not in ("self", "cls", "super()"))
+            changed += [full] * (not isinstance(node.ctx, ast.Load))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+            changed.append(full_name(node.args[0]))
+    private = [name for name in used if re.search(r"(^|\.)_(?!_)", name) and name not in DOCUMENTED]
+    found = [name for name in private if not name.startswith("harness.")]
+    return found + [name for name in changed if name and name.split(".")[0] not in {"harness", *sys.stdlib_module_names}]
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=relative)
 def test_no_other_file_changes_a_library(path):
-    assert not LibraryUse(path.read_text("utf-8")).found
+    assert not uses_of_libraries(path.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("target", ["trl.trainer.sft_trainor:pack_dataset", "transformers:Trainer.log(self, logs)"])

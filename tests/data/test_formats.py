@@ -113,6 +113,8 @@ def test_convert(row, expected):
 )
 def test_convert_to_texts(row, format, expected):
     assert convert(row, format) == expected
+    if format == "text":
+        assert convert({"body": "a"} | row, "text", text_field="body") == {"body": "a"}
 
 
 @pytest.mark.parametrize("key", [*turns.TRAINED, *turns.MASKED])
@@ -162,25 +164,13 @@ def test_marks_of_parts_of_a_turn_are_not_ignored(marks):
         ({"messages": [str(turn) for turn in CHAT]}, "JSON"),
         ({"messages": [SYSTEM, *CHAT], "system": "Be long."}, "different system messages"),
         ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"text": ""}, "text"),
+        ({"text": ["a"]}, "not a text"),
     ],
 )
 def test_reasons_to_skip_a_row(row, reason):
-    converted, found = formats.convert(row, "messages")
+    converted, found = formats.convert(row, "text" if "text" in row else "messages")
     assert converted is None and reason in found
-
-
-@pytest.mark.parametrize(
-    ("row", "format", "column"),
-    [
-        ({"text": ""}, "text", "text"),
-        ({"text": ["a"]}, "text", "text"),
-        ({"prompt": "Why?", "completion": True}, "prompt_completion", "completion"),
-        (TASK | {"input": {"a": 1}}, "instruction", "input"),
-    ],
-)
-def test_columns_that_are_no_texts(row, format, column):
-    converted, found = formats.convert(row, format)
-    assert converted is None and column in found
 
 
 @pytest.mark.parametrize(
@@ -279,10 +269,6 @@ def test_split_answers():
     assert [[turn.get("train", True) for turn in row["messages"][1::2]] for row in rows] == [[True], [False, False, True]]
 
 
-def test_text_field_names_the_column():
-    assert convert({"body": "a", "text": "b"}, "text", text_field="body") == {"body": "a"}
-
-
 @pytest.mark.parametrize(
     ("turn", "kind"),
     [
@@ -315,16 +301,13 @@ def test_think_in_turns_that_are_no_answers():
     assert convert({"messages": turns}, "messages") == {"messages": turns}
 
 
-def test_preference_whose_prompt_ends_with_an_answer():
+def test_preference_whose_turns_contradict_each_other():
+    row = {name: [as_user(name), CHAT[1]] for name in ("chosen", "rejected")}
+    assert "begin alike" in formats.convert(row, "preference")[1]
     for row in (PREFERENCE | {"messages": CHAT}, PREFERENCE | {"prompt": CHAT}):
         assert "ends with an answer" in formats.convert(row, "preference")[1]
     expected = {"prompt": CHAT[:1], "chosen": [as_assistant("So.")], "rejected": [as_assistant("No.")]}
     assert convert(PREFERENCE | {"messages": CHAT[:1]}, "preference") == expected
-
-
-def test_preferences_that_do_not_begin_alike():
-    row = {name: [as_user(name), CHAT[1]] for name in ("chosen", "rejected")}
-    assert "begin alike" in formats.convert(row, "preference")[1]
 
 
 @pytest.mark.parametrize(

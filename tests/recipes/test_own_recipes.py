@@ -96,9 +96,3 @@ def test_recipe_of_the_page(fork_launch, workdir, tmp_path):
     assert read(run, "data.json")["skipped"], "keep drops the empty row"
     again = fork_launch(*command, cwd=workdir)
     assert again.returncode == 0 and "is finished: 2 steps" in again.stdout and "Training " not in again.stdout
-
-
-def test_help(launch):
-    text = launch(OWN / "module.py", "--help").stdout
-    assert text.startswith("module.py has no docstring.") and "--output_dir outputs/mine" in text
-    assert "--width  Units of the hidden layer." in text

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 RECIPE = """
 from harness import load, load_tokenizer, parse, tokenize, train
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -29,16 +29,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-"""
-SEQUENCE_CLASSIFICATION = """
-    encode = lambda row: {**tokenizer(row["text"]), "label": row["label"]}
-    trainer = Trainer(
-        model=AutoModelForSequenceClassification.from_pretrained(name, num_labels=2),
-        args=training_args,
-        train_dataset=train_dataset.map(encode),
-        eval_dataset=eval_dataset.map(encode),
-        processing_class=tokenizer,
-    )
 """
 WITHOUT_TOKENIZER = """
     encode = lambda row: dict.fromkeys(("input_ids", "labels"), tokenizer(row["text"])["input_ids"][:8])
@@ -93,11 +83,10 @@ def rehearse_recipe(fork_launch, tmp_path):
 @pytest.mark.parametrize(
     ("parse", "trainer", "rows", "reason"),
     [
-        ("TrainingArguments", SEQUENCE_CLASSIFICATION, LABELED, "Qwen2ForSequenceClassification does not continue texts"),
         ("RewardConfig", OF_TRL.format(name="RewardTrainer"), PREFERENCES, "does not continue texts"),
         ("TrainingArguments", WITHOUT_TOKENIZER, LABELED, "the trainer has no tokenizer"),
     ],
-    ids=["classification", "reward", "no tokenizer"],
+    ids=["reward", "no tokenizer"],
 )
 def test_trainers_that_write_no_samples(rehearse_recipe, parse, trainer, rows, reason):
     run, printed = rehearse_recipe(parse, trainer, rows)

@@ -1,8 +1,5 @@
 """The model card and the samples that a run writes next to its model."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 from harness.compat.transformers import generate_on
 from harness.model import quantized
 from harness.run import generation, saving
@@ -25,15 +22,6 @@ def test_processes_generate_the_same_number_of_tokens(build_trainer, monkeypatch
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", processes)
     generation.generate_samples(trainer, True, [])
     assert synced == [processes > 1]
-
-
-def test_samples_of_a_processor(build_trainer, monkeypatch):
-    """A processor, which reads images too, has a tokenizer and no `pad_token_id`."""
-    trainer = build_trainer("qwen2_chat")
-    trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
-    monkeypatch.setattr(trainer.model, "generate", lambda input_ids, **options: input_ids)
-    generation.generate_samples(trainer, True, [])
-    assert Path(trainer.args.output_dir, "samples.txt").read_text().count("--- generated\n") >= 3
 
 
 def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):

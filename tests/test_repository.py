@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +17,8 @@ from harness import configs
 
 import pytest
 import yaml
-from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS, slow
+from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
 from known_flags import known_flags
-from local_hub import serve
 from runs import check_run
 
 unit = pytest.mark.unit
@@ -264,26 +262,3 @@ def test_workflows():
     assert step["uses"] == "./.github/actions/rehearse" and step["with"].keys() <= ACTION["inputs"].keys()
     assert (ROOT / f"recipes/{step['with']['recipe']}.py").is_file()
     assert (ROOT / f"accelerate_configs/{step['with']['config']}.yaml").is_file()
-
-
-@slow
-def test_action_rehearses_kills_resumes_and_plans(environment, tmp_path):
-    """Its steps, as GitHub runs them. The recipe is a file elsewhere, with a space in its path."""
-    recipe = Path(shutil.copy(ROOT / "recipes/qwen2_fineweb_edu.py", tmp_path / "my recipe.py"))
-    variables = {"RUNNER_TEMP": str(tmp_path / "temp"), "RECIPE": str(recipe), "CONFIG": "1x3090"}
-    variables |= {"GITHUB_ACTION_PATH": str(ROOT / ".github/actions/rehearse"), "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md")}
-    (tmp_path / "temp").mkdir()
-    steps = {step["name"]: step["run"] for step in ACTION["runs"]["steps"] if "name" in step}
-
-    def call(name: str, **more: str) -> None:
-        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[name]]
-        everything = environment | variables | more
-        process = subprocess.run(command, cwd=tmp_path, env=everything, capture_output=True, text=True, timeout=300)
-        assert process.returncode == 0 and not process.stderr, process.stdout + process.stderr
-
-    call("Rehearse, kill, resume", FLAGS="--max_steps 12 --max_length 64 --eval_strategy no")
-    with serve(ROOT / "tests/published") as hub:
-        # The model of the rehearsal, which is simulated faster than the recipe's.
-        call("Plan", FLAGS=f"--model_name_or_path {tmp_path}/temp/rehearsal --max_length 64", HF_ENDPOINT=hub.url)
-    summary = (tmp_path / "page.md").read_text()
-    assert "my recipe.py with 1x3090, killed and resumed" in summary and "GPU memory" in summary, summary

@@ -1,4 +1,4 @@
-"""Several datasets in one run: shares by weight, evaluation rows of their own, the same rows after a kill."""
+"""Several datasets in one run: shares by weight, evaluation rows of their own, the same rows when it resumes."""
 
 import itertools
 import json
@@ -9,8 +9,7 @@ from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
 
 import pytest
-from conftest import slow
-from runs import begin_at, data_settings, losses, read, write_rows
+from runs import data_settings, write_rows
 
 
 def write(path, rows):
@@ -174,29 +173,3 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
     data = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
     assert set(sources_of(load_rows(data)[0])) == {"a", "q", "line"}
     assert "answer" in error_of(load_rows, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}))
-
-
-FLAGS = ["--max_steps", "6", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "6", "--max_length", "64"]
-
-
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=slow)])
-def test_killed_mixture_resumes_with_the_same_losses(rehearse, fork_launch, workdir, tmp_path_factory, processes):
-    """A stream of two datasets, interrupted at step 4 on two processes and continued on one or two."""
-    folder = tmp_path_factory.getbasetemp() / "mixture"  # the same for both
-    names = [folder / f"{name}.jsonl" for name in "ab"]
-    if not folder.exists():  # a file that is written again is another one for the run
-        folder.mkdir()
-        for path in names:
-            write(path, texts(f"{path.stem} " + "of many words " * 5, 60))
-    flags = [*FLAGS, "--dataset_name", *names, "--dataset_weights", "3", "1", "--dataset_streaming", "true", "--bf16", "false"]
-    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--learning_rate", "3e-3"]
-    uninterrupted = rehearse("qwen2_fineweb_edu", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
-    run = begin_at(uninterrupted / "checkpoint-4", workdir / f"runs/mixture-on-{processes}")
-    process = fork_launch("--tiny", "qwen2_fineweb_edu", "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=processes)
-    assert process.returncode == 0, process.stdout + process.stderr
-    results, expected = read(run), read(uninterrupted)
-    assert results["resumed_from_step"] == 4
-    tolerance = 0 if processes == "2" else 1e-3
-    numbers, undisturbed = ([number for pair in losses(folder).values() for number in pair] for folder in (run, uninterrupted))
-    assert numbers == pytest.approx(undisturbed, abs=tolerance)
-    assert results["eval_loss"] == pytest.approx(expected["eval_loss"], abs=tolerance)

@@ -200,7 +200,10 @@ def test_operators_between_two_products_are_one_kernel():
 
 @slow
 def test_compiled_layers_count_in_a_plan(simulate):
-    """The products are as without them, less memory is touched, and fewer activations are kept. Liger's kernels do not count."""
+    """The products are as without them, less memory is touched, and fewer activations are kept. Liger's kernels do not count.
+
+    It takes minutes: three simulations of a whole recipe, because the kernels were counted on an H100 with its model.
+    """
     pair = (ROOT / "recipes/qwen2_fineweb_edu.py", ROOT / "accelerate_configs/1x3090.yaml")
     flags = ([], ["--use_liger_kernel", "true"], ["--torch_compile", "true"])
     plain, liger, compiled = simulate([(*pair, words, "cuda") for words in flags])

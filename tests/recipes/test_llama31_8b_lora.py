@@ -1,4 +1,4 @@
-"""llama31_8b_lora: the loss is on the code only, and only adapters are trained unless --use_peft is false."""
+"""llama31_8b_lora: the loss is on the code only, and only adapters are trained."""
 
 from trained import texts_in_loss
 
@@ -17,8 +17,3 @@ def test_loss_is_on_completions_only(build_trainer):
     assert {name.split(".lora_")[0].split(".")[-1] for name in trained} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
-
-
-def test_full_fine_tune(build_trainer):
-    trainer = build_trainer("llama31_8b_lora", "--use_peft", "false")
-    assert all(weight.requires_grad for weight in trainer.model.parameters())

@@ -73,16 +73,3 @@ def test_stream_is_read_one_step_ahead(read_step):
     assert is_read.wait(20)
     assert call(batches, global_step=1) == ([2, 3], {0: {"rows": 3}})
     assert next(batches)["labels"][0, 0] == 4  # nothing is read for a third step
-
-
-def test_error_while_reading_ahead_ends_the_run(read_step):
-    _, call = read_step
-
-    def rows():
-        yield from map(batch_of, range(3))
-        raise OSError("the file is damaged")
-
-    batches = rows()
-    call(batches)
-    with pytest.raises(OSError, match="damaged"):
-        call(batches, global_step=1)

@@ -51,6 +51,16 @@ def adapter(rehearse, tmp_path_factory):
     return folder
 
 
+def add_adapter(model, folder, **settings):
+    """Saves the adapter, of random weights; returns the model with it."""
+    model = get_peft_model(model, LoraConfig(r=4, **settings))
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    return model
+
+
 def logits(model):
     return model.eval()(torch.arange(40)[None]).logits.detach()
 
@@ -162,10 +172,7 @@ def test_merge_of_other_adapters(tmp_path, options):
         weights = load_file(tmp_path / "base/model.safetensors")
         weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
         save_file(weights, tmp_path / "base/model.safetensors", {"format": "pt"})
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, **lora))
-    for weight in model.parameters():
-        weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad
-    model.save_pretrained(tmp_path / "adapter")
+    model = add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter", **lora)
     merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
@@ -215,11 +222,7 @@ def test_merge_into_the_4_bit_weights_that_were_trained(tmp_path, options, neste
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.float32
     )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, **lora))
-    for weight in model.parameters():
-        if weight.requires_grad:
-            weight.data += 0.1 * torch.randn_like(weight)
-    model.save_pretrained(tmp_path / "adapter")
+    model = add_adapter(base, tmp_path / "adapter", **lora)
     (tmp_path / "adapter/train_results.json").write_text(json.dumps(quantization_of(base)))
     trained = model.train()(torch.arange(40)[None]).logits.detach()  # some CPUs round more in eval mode
     merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
@@ -242,10 +245,7 @@ def test_merge_into_files_with_older_names(tmp_path):
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
     assert "language_model.model.norm.weight" in load_file(tmp_path / "base/model.safetensors")
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=r".*language_model\..*q_proj"))
-    for weight in model.parameters():
-        weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad
-    model.save_pretrained(tmp_path / "adapter")
+    model = add_adapter(base, tmp_path / "adapter", target_modules=r".*language_model\..*q_proj")
     merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
     merged = logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged"))
     torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)

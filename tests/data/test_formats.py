@@ -334,6 +334,13 @@ def test_prompts_next_to_conversations(prompt, context):
         assert conversation == {"messages": [*context, answers[0]]}
 
 
+def test_preferences_of_other_forms():
+    pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [as_assistant("No.")]}
+    share_gpt = {"conversations": SHARE_GPT[1:2], "chosen": SHARE_GPT[2], "rejected": as_assistant("No.")}
+    for row in (pair, share_gpt, {"instruction": "Why?", "input": "", "chosen": "So.", "rejected": "No."}):
+        assert convert(row, "preference") == pair
+
+
 def test_preferences_with_tools_and_history():
     found = convert(PREFERENCE | {"prompt": [SYSTEM | {"tools": [TOOL]}, CHAT[0]], "history": None}, "preference")
     assert found["prompt"] == [SYSTEM, CHAT[0]] and found["tools"] == TOOLS

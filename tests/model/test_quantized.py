@@ -76,7 +76,9 @@ def test_interrupted_quantization_continues_with_the_next_file(model_args, tmp_p
 
 
 def test_model_is_quantized_once(fork_launch, rehearse, workdir):
-    rehearse("llama31_70b_qlora", "2x3090_qlora")
+    """The adapter that is trained on the 4-bit weights names the model that was quantized."""
+    run = rehearse("llama31_70b_qlora", "2x3090_qlora")
+    assert "/.made/" in read(run, "adapter_config.json")["base_model_name_or_path"]
     again = fork_launch("--prepare", "--tiny", "llama31_70b_qlora")
     assert again.returncode == 0 and re.search("The 4-bit weights of .*meta-llama--Llama-3.1-70B.* are in", again.stdout)
     assert "Quantizing" not in again.stdout

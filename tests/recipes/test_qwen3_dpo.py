@@ -10,24 +10,10 @@ from runs import read
 from torch.nn.functional import logsigmoid
 from trained import reload
 
-PROMPT = [{"role": "user", "content": "Why?"}]
-GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("So.", "No."))
 
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
-        {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD},
-        {"chosen": PROMPT + GOOD, "rejected": PROMPT + BAD},
-        {"prompt": "Why?", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD},
-        {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "So."}, "rejected": BAD[0]},
-        {"instruction": "Why?", "input": "", "chosen": "So.", "rejected": "No."},
-    ],
-    ids=["texts", "messages", "conversations", "prompt twice", "ShareGPT", "instruction"],
-)
-def test_forms_of_preference_data(build_trainer, tmp_path, row):
-    """Each form makes the same prompt and answers, which end with the end of a turn."""
+def test_prompt_and_answers(build_trainer, tmp_path):
+    """Answers end with the end of a turn."""
+    row = {"instruction": "Why?", "input": "", "chosen": "So.", "rejected": "No."}
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(json.dumps(row | {"system": f"Number {number}."}) for number in range(12)))
     trainer = build_trainer("qwen3_dpo", "--dataset_name", str(data), "--eval_strategy", "no", "--eval_on_start", "false")

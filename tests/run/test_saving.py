@@ -100,7 +100,7 @@ def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tm
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_trained_weights_are_float32(build_trainer, capsys, flags, expected, warning):
-    """Also in a run that is not sharded. In bf16, steps of 1e-6 round to nothing."""
+    """And Adam's moments, also if it is not sharded. In bf16, steps of 1e-6 and the decay of the moments round to nothing."""
     trainer = build_trainer("qwen2_chat", *flags, "--learning_rate", "1e-6", "--max_steps", "1", "--warmup_steps", "0")
     capsys.readouterr()
     prepare_sharding(trainer, AccelerateConfig())
@@ -110,6 +110,8 @@ def test_trained_weights_are_float32(build_trainer, capsys, flags, expected, war
     before = {name: weight.detach().clone() for name, weight in trained.items()}
     prepare_gradient_scaler(trainer)
     trainer.train()
+    moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * len(trained) and {moment.dtype for moment in moments} == {expected}
     unchanged = sum(int((weight == before[name]).sum()) for name, weight in trained.items())
     share = unchanged / sum(weight.numel() for weight in trained.values())
     assert (share > 0.5) == bool(warning), share

@@ -5,14 +5,17 @@ What is expected is computed by plain transformers, and by plain TRL with the sa
 
 import itertools
 import json
+import math
 import random
+import re
+import runpy
 import sys
 from unittest import mock
 
 import pytest
 import torch
 import transformers
-from conftest import install, slow
+from conftest import ROOT, install, slow
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from runs import history, read, write_rows
@@ -45,7 +48,9 @@ ORDERS = [order(*parts) for parts in itertools.product(range(2, 10), THINGS, COL
 random.Random(0).shuffle(ORDERS)
 HELD_OUT, ORDERS = ORDERS[:16], ORDERS[16 : 16 + STEPS * ROWS]
 PROMPTS = [row["messages"][:-1] for row in HELD_OUT]
-SUMS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in itertools.product(range(10), repeat=2)]
+# Sums of two digits; a + b and b + a are both held out, or both trained on.
+SUMS = {(a, b): {"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in itertools.product(range(10), repeat=2)}
+HELD_OUT_SUMS = random.Random(0).sample([pair for pair in SUMS if pair[0] <= pair[1]], 12)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +158,7 @@ def test_lora_and_qlora(smollm2, teach, launch, tmp_path):
 @slow
 def test_dpo(smollm2, teach, tmp_path):
     """The short answer is the chosen one: held-out answers become shorter. Margins and probabilities are those of plain TRL."""
-    sums = random.Random(0).sample(SUMS, ROWS * STEPS + 16)
+    sums = random.Random(0).sample([*SUMS.values()], ROWS * STEPS + 16)
     prompts, pairs = [[turn("user", row["question"])] for row in sums], []
     before = answers(smollm2, prompts)
     for prompt, row, text in zip(prompts, sums, before, strict=True):  # what it writes by itself is rejected
@@ -173,3 +178,29 @@ def test_dpo(smollm2, teach, tmp_path):
         assert found == pytest.approx(numbers(trainer.state.log_history, key), rel=0.05, abs=0.05), key
     margins, chosen = (numbers(history(run, "loss"), key) for key in ("rewards/margins", "rewards/chosen"))
     assert margins[-1] > 1 and chosen[-1] > -0.5, (margins, chosen)
+
+
+@slow
+def test_grpo(smollm2, teach, tmp_path):
+    """The share of held-out sums that is solved rises by three standard errors, and with the reward negated it does not."""
+    recipe = ROOT / "recipes/qwen3_grpo.py"
+    held_out = [row for pair, row in SUMS.items() if tuple(sorted(pair)) in HELD_OUT_SUMS]
+    rows = [row for row in SUMS.values() if row not in held_out]
+    task = runpy.run_path(str(recipe))["TASK"]
+    prompts = 8 * [[turn("system", task), turn("user", row["question"])] for row in held_out]
+
+    def solved(folder) -> float:
+        torch.manual_seed(0)
+        found = answers(folder, prompts, do_sample=True, max_new_tokens=12)
+        last = [(re.findall(r"\d+", text) or [""])[-1] for text in found]
+        return sum(number == row["answer"] for number, row in zip(last, 8 * held_out, strict=True)) / len(last)
+
+    negated = tmp_path / "negated.py"
+    negated.write_text(recipe.read_text().replace("append(float(", "append(-float("))
+    flags = ["--global_batch_size", 32, "--per_device_train_batch_size", 32, "--max_completion_length", 12]
+    flags += ["--learning_rate", 2e-4, "--eval_strategy", "no", *IN_FLOAT32]
+    shares = [solved(smollm2)]
+    for name, steps in (("qwen3_grpo", 12), (negated, 4)):
+        shares.append(solved(teach(name, rows, held_out, *flags, "--max_steps", steps)))
+    error = math.sqrt(sum(share * (1 - share) / len(prompts) for share in shares[:2]))
+    assert shares[1] > shares[0] + 3 * error and shares[2] <= shares[0] + error, shares

@@ -248,12 +248,12 @@ show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; 
 
 # check_words COMMAND [word …]: exits if a command cannot be called with these words, or if they ask for its help. Installs nothing.
 check_words() {
-  local package=harness.commands
-  [[ $1 != --plan ]] || package=planner
+  local parsers=harness.commands.parsers
+  [[ $1 != --plan ]] || parsers=planner.arguments
   local python=${PYTHON:-python3}
   [[ -n ${PYTHON:-} || ! -x $here/.venv/bin/python ]] || python=$here/.venv/bin/python
   is_new_enough "$python" || return 0 # `call` finds another one, or says what is wrong with PYTHON, and parses again
-  "$python" -m "$package.arguments" "${1#--}" "${@:2}" || exit
+  "$python" -m "$parsers" "${1#--}" "${@:2}" || exit
   [[ ! " ${*:2} " =~ " "(--help|-h)" " ]] || exit 0
 }
 

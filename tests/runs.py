@@ -74,7 +74,7 @@ class Rehearsals:
 def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
     """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
     from harness import runs
-    from harness.model.loading import check_models
+    from harness.model.models import check_models
     from harness.start import claim, machine
 
     class CheckedRecipe(runs.StartedRecipe):

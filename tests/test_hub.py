@@ -8,7 +8,7 @@ from harness import configs
 from harness.data.reading import open_splits
 from harness.hub import find_commit, is_reachable
 from harness.messages import HubLost, UserError
-from harness.model.loading import check_weights
+from harness.model.models import check_weights
 from harness.model.quantized import quantized_folder
 from harness.start.claim import use_commits
 

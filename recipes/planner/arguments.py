@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.commands.arguments import CommandParser, add_json, add_recipe
+from harness.commands.parsers import CommandParser, add_json, add_recipe
 from harness.messages import UserError, exit_on_user_error
 
 CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
-from harness.model.loading import HOST_MEMORY
+from harness.model.models import HOST_MEMORY
 from harness.run.sharding import local_tensor
 from planner.attention import flash_workspace
 from planner.ledger import VARLEN_BACKWARD, Ledger, tensors_in

@@ -27,7 +27,7 @@ from harness.folder import read_json
 from harness.messages import UserError
 from harness.model.attention import check_packing
 from harness.model.gpu_features import VARLEN
-from harness.model.loading import build_adapter_on_meta, check_architecture, set_loading_options
+from harness.model.models import build_adapter_on_meta, check_architecture, set_loading_options
 from harness.run.generation import micro_batches_of_generation
 from harness.run.losses import own_loss
 from harness.run.sharding import AfterWrapping, freeze_unused_parts, local_tensor, prepare_sharding

@@ -4,7 +4,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 from harness.data.reading import DataSettings
-from harness.model import gpu_features, loading
+from harness.model import gpu_features, models
 from harness.runs import Run
 
 import pytest
@@ -47,7 +47,7 @@ def test_what_a_gpu_supports(monkeypatch, capability, has_flash, error, attentio
 def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch):
     """TRL would pass device_map="auto"."""
     loaded, training_args = [], SFTConfig(use_cpu=True, bf16=False)
-    loading.set_loading_options(training_args, ModelConfig(), Run("a.py", data=DataSettings(())))
+    models.set_loading_options(training_args, ModelConfig(), Run("a.py", data=DataSettings(())))
     monkeypatch.setattr(utils, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda", 0)))
     architecture = SimpleNamespace(from_pretrained=lambda name, **options: loaded.append(options))
     utils.create_model_from_path("some/model", architecture, **training_args.model_init_kwargs)
@@ -68,7 +68,7 @@ def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precisio
     """Also the products of its 4-bit layers."""
     training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig(load_in_4bit=True, dtype=dtype)
     run = Run("a.py", on_cpu=True, given=frozenset(given), data=DataSettings(()))
-    loading.set_loading_options(training_args, model_args, run)
+    models.set_loading_options(training_args, model_args, run)
     assert getattr(torch, training_args.model_init_kwargs["dtype"]) == expected
     assert get_quantization_config(model_args).bnb_4bit_compute_dtype == expected
 
@@ -79,7 +79,7 @@ def build_adapter(tmp_path):
 
     def call(config, **settings):
         config.save_pretrained(tmp_path)
-        return loading.build_adapter_on_meta(ModelConfig(str(tmp_path), use_peft=True, lora_dropout=0.0, **settings), "my/model")
+        return models.build_adapter_on_meta(ModelConfig(str(tmp_path), use_peft=True, lora_dropout=0.0, **settings), "my/model")
 
     return call
 
@@ -119,4 +119,4 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_positions_that_rope_scaling_adds(kind, sizes, positions):
-    assert loading.count_positions(AutoConfig.for_model(kind, **sizes)) == positions
+    assert models.count_positions(AutoConfig.for_model(kind, **sizes)) == positions

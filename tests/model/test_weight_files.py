@@ -3,7 +3,7 @@
 import json
 
 from harness.commands import saved
-from harness.model.loading import FILES_OF_MODEL, check_weights
+from harness.model.models import FILES_OF_MODEL, check_weights
 
 import pytest
 import torch

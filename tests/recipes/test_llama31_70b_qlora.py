@@ -1,7 +1,7 @@
 """llama31_70b_qlora: conversations or texts, a 4-bit base model in host memory."""
 
 from harness.data.reading import DataSettings
-from harness.model import loading
+from harness.model import models
 from harness.runs import Run
 
 import torch
@@ -40,6 +40,6 @@ def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
     arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig(load_in_4bit=True)
-    loading.set_loading_options(*arguments[-2:], Run("a.py", any_config=True, data=DataSettings(())))
+    models.set_loading_options(*arguments[-2:], Run("a.py", any_config=True, data=DataSettings(())))
     LlamaForCausalLM.from_pretrained("some/model", device_map=None)
     assert loaded == [{"": "cpu"}]

@@ -5,7 +5,7 @@ import shutil
 
 from harness.compat.transformers import transformer_layers
 from harness.messages import UserError
-from harness.model.loading import check_teacher
+from harness.model.models import check_teacher
 from harness.run.training import report_dropped_rows
 
 import pytest

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from harness.commands import arguments
+from harness.commands import parsers
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer, read_prompt
 from harness.data.images import IMAGE, ImageCollator, encode_turns
 from harness.folder import CONVERSATIONS
@@ -17,7 +17,7 @@ from harness.messages import UserError, exit_on_user_error, one_message, print_o
 @one_message()
 def main(*words: str) -> None:
     """Answers every line of standard input, or continues it if the model was not trained on conversations."""
-    parsed = arguments.chat().read(words)
+    parsed = parsers.chat().read(words)
     from transformers import BatchFeature
 
     images = [{"bytes": None, "path": str(path.absolute())} for path in parsed.image or []]

@@ -75,7 +75,7 @@ def load_gguf(file: Path, trained: Any) -> Any:
     `trained`: the config of the model that was trained. The file's settings replace its settings, so that a wrong one changes the
     loss. transformers reads only some: not how positions are scaled, for example.
     """
-    from harness.model.loading import check_found
+    from harness.model.models import check_found
 
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig

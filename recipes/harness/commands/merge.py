@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from harness.commands import arguments
+from harness.commands import parsers
 from harness.commands.saved import read_adapter_settings, read_prompt
 from harness.folder import (
     COMPLETION_MARKER,
@@ -48,7 +48,7 @@ VALUES = {
 @one_message()
 def main(*words: str) -> None:
     """Merges the adapter, or the sharded checkpoint, in RUN into OUT, by default RUN/merged."""
-    parsed = arguments.merge().read(words)
+    parsed = parsers.merge().read(words)
     source = find_source(parsed.run)
     target = Path(os.path.normpath(parsed.out)) if parsed.out else parsed.run / "merged"
     if target.exists() or target.is_symlink():
@@ -72,7 +72,7 @@ def main(*words: str) -> None:
 
 def find_source(run: Path) -> Path:
     """The folder itself if it has an adapter or a sharded model, else its newest complete checkpoint."""
-    from harness.model.loading import weight_files
+    from harness.model.models import weight_files
     from harness.run.marker import find_damage
 
     if (run / ADAPTER).is_file():
@@ -147,7 +147,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_original: bool) -> None:
     """Writes the model an adapter belongs to, with the adapter added to the weights that it was trained on."""
     from harness.compat.transformers import names_in_model
-    from harness.model.loading import FILES_OF_MODEL, INDEX, check_weights, weight_files
+    from harness.model.models import FILES_OF_MODEL, INDEX, check_weights, weight_files
     from harness.model.quantized import read_quantization, read_source
 
     from huggingface_hub import snapshot_download

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness.commands import arguments
+from harness.commands import parsers
 from harness.hub import hub_errors
 from harness.messages import exit_on_user_error, print_once
 from harness.runs import Run, StartedRecipe
@@ -22,7 +22,7 @@ from harness.start.recipes import build_trainer
 
 
 def main(*words: str) -> None:
-    parsed = arguments.prepare().read(words)
+    parsed = parsers.prepare().read(words)
     set_environment(parsed.tiny)
     from harness.model.gpu_features import find_gpu_features
 
@@ -41,7 +41,7 @@ class PreparedRecipe(StartedRecipe):
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
         from harness.compat.transformers import load_tokenizers_as_offline
         from harness.model.attention import check_packing
-        from harness.model.loading import check_models, load_small_models, set_loading_options
+        from harness.model.models import check_models, load_small_models, set_loading_options
         from harness.model.quantized import quantize_once, use_quantized_weights
         from harness.rehearsal import tiny
         from harness.start.claim import find_commits, use_commits
@@ -75,7 +75,7 @@ class PreparedRecipe(StartedRecipe):
 
 
 def download_model(name: str, revision: str) -> None:
-    from harness.model.loading import FILES_OF_MODEL, check_weights
+    from harness.model.models import FILES_OF_MODEL, check_weights
 
     from huggingface_hub import snapshot_download
 

@@ -18,7 +18,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from harness.commands import arguments
+from harness.commands import parsers
 from harness.commands.prepare import PreparedRecipe
 from harness.commands.rewards import print_rewards, score
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
@@ -38,7 +38,7 @@ SHOWN_TOKENS = 400  # of a document
 
 @one_message()
 def main(*words: str) -> None:
-    parsed = arguments.preview().read(words)
+    parsed = parsers.preview().read(words)
     set_environment(parsed.tiny)
     from harness.data.conversion import MAX_LETTERS
     from harness.run import generation

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.commands import arguments
+from harness.commands import parsers
 from harness.folder import RESULTS, read_json
 from harness.messages import UserError, exit_on_user_error, one_message
 from harness.run.metrics import metrics_of
@@ -33,7 +33,7 @@ COLUMNS = {  # titles, and names in train_results.json
 @one_message()
 def main(*words: str) -> None:
     """Prints a table, or the runs as JSON."""
-    parsed = arguments.report().read(words)
+    parsed = parsers.report().read(words)
     runs = sorted(map(read_run, parsed.paths), key=lambda run: run["world_size"])
     base = runs[0]
     for run in runs:

@@ -37,7 +37,7 @@ def load_model(folder: Path) -> Any:
     """
     from harness.compat.transformers import use_no_gpu_kernels
     from harness.model.attention import class_of_model
-    from harness.model.loading import check_adapter_weights, check_found
+    from harness.model.models import check_adapter_weights, check_found
 
     import torch
     import transformers

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness.commands import arguments
+from harness.commands import parsers
 from harness.commands.gguf import FLOATS, Check, check_vocabulary, compare, load_gguf, load_tokenizer_of, read_gguf
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
@@ -43,7 +43,7 @@ class HeldOut:
 @one_message()
 def main(*words: str) -> int:
     """Checks whether the saved model of RUN, and MODEL if there is one, compute what was trained; returns 1 if one does not."""
-    parsed = arguments.verify().read(words)
+    parsed = parsers.verify().read(words)
     run = parsed.run
     merged = parsed.run / "merged"
     held_out = read_held_out(run)

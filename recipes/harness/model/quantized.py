@@ -13,7 +13,7 @@ from typing import Any
 from harness.compat.transformers import transformer_layers
 from harness.folder import read_json, write_json
 from harness.messages import UserError, print_once
-from harness.model.loading import FILES_OF_MODEL, weight_files
+from harness.model.models import FILES_OF_MODEL, weight_files
 from harness.rehearsal import tiny
 
 import torch

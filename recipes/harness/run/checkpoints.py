@@ -13,7 +13,7 @@ from typing import Any
 from harness import folder
 from harness.folder import read_json
 from harness.messages import UserError, plural, print_once, readable_size
-from harness.model.loading import quiet_transformers
+from harness.model.models import quiet_transformers
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.progress import Progress
 from harness.run.sharding import adapters_of, config_of, quantization_of

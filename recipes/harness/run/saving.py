@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.folder import RUN, remove_link, sync
 from harness.messages import last_line, print_once
-from harness.model.loading import dtype_of_files
+from harness.model.models import dtype_of_files
 from harness.model.quantized import read_source
 from harness.rehearsal.tiny import has_vision_part
 from harness.run.checkpoints import is_of_another_library

@@ -35,7 +35,7 @@ from harness.launched import (
 )
 from harness.messages import HubLost, UserError, exit_on_user_error, is_first_process, print_once
 from harness.model.attention import check_packing
-from harness.model.loading import check_models, set_loading_options
+from harness.model.models import check_models, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node
 from harness.rehearsal import tiny

@@ -1,6 +1,6 @@
 """The arguments of launch.sh's commands, and their --help, except --plan.
 
-`python3 -m harness.commands.arguments COMMAND WORD…` checks the words, or prints the help. It needs the standard library only, so
+`python3 -m harness.commands.parsers COMMAND WORD…` checks the words, or prints the help. It needs the standard library only, so
 that launch.sh can call it before anything is installed.
 """
 

@@ -36,7 +36,7 @@ def merge_for_generation(model: torch.nn.Module, accelerator: Any) -> Iterator[N
                 kept.append((layer, weight, original, on_host.copy_(original)))
                 weight.data = original.float()
                 layer.merge()
-                weight.data = original.copy_(round_to_bf16(weight.data) if original.dtype is torch.bfloat16 else weight.data)
+                weight.data = original.copy_(_round_to_bf16(weight.data) if original.dtype is torch.bfloat16 else weight.data)
         yield
     finally:
         for layer, weight, original, on_host in kept:
@@ -44,7 +44,7 @@ def merge_for_generation(model: torch.nn.Module, accelerator: Any) -> Iterator[N
             layer.merged_adapters.clear()
 
 
-def round_to_bf16(values: torch.Tensor) -> torch.Tensor:
+def _round_to_bf16(values: torch.Tensor) -> torch.Tensor:
     """Rounds float32 up or down at random, the nearer the likelier, so that small changes of many weights have their effect.
 
     Rounded to the nearest, most weights do not change in the first steps of a run: 8 % of their effect remains, here 90 %.

@@ -142,6 +142,24 @@ TIED = {"tie_word_embeddings": True}
 GPT2 = {"target_modules": "all-linear"}
 
 
+def save_base(folder, options, size, layers):
+    """Saves the model of these options; returns those of its adapter."""
+    names = {field.name for field in dataclasses.fields(LoraConfig)}
+    sizes = {"vocab_size": 64, "hidden_size": size, "num_hidden_layers": layers, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    if options is GPT2:
+        config = GPT2Config(**sizes, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
+    else:
+        sizes |= {"intermediate_size": 2 * size, "num_key_value_heads": 2}
+        kind = Qwen3MoeConfig if options is EXPERTS else Qwen2Config
+        config = kind(**sizes | {name: options[name] for name in options.keys() - names})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if options is GPT2:  # as on the Hub
+        weights = {name.removeprefix("transformer."): weight for name, weight in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return {"target_modules": ["q_proj", "down_proj"]} | {name: options[name] for name in names & options.keys()}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -159,19 +177,7 @@ GPT2 = {"target_modules": "all-linear"}
 )
 def test_merge_of_other_adapters(tmp_path, options):
     """The merged model computes what the adapter does, also if embeddings are trained that were tied to the output layer."""
-    names = {field.name for field in dataclasses.fields(LoraConfig)}
-    lora = {"target_modules": ["q_proj", "down_proj"]} | {name: options[name] for name in names & options.keys()}
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2} | {name: options[name] for name in options.keys() - names}
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**sizes) if options is EXPERTS else Qwen2Config(**sizes)
-    if options is GPT2:
-        config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    if options is GPT2:  # as on the Hub
-        weights = load_file(tmp_path / "base/model.safetensors")
-        weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-        save_file(weights, tmp_path / "base/model.safetensors", {"format": "pt"})
+    lora = save_base(tmp_path / "base", options, size=32, layers=1)
     model = add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter", **lora)
     merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
@@ -209,15 +215,7 @@ def test_adapters_that_a_sum_cannot_merge(tmp_path, error_of, settings):
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, EXPERTS, GPT2], ids=["linear layers", "dora", "experts", "GPT-2"])
 def test_merge_into_the_4_bit_weights_that_were_trained(tmp_path, options, nested):
     """The merged model computes what the 4-bit model with its adapter does, which transformers and PEFT have loaded."""
-    names = {"target_modules", "target_parameters", "use_dora"}
-    lora = {"target_modules": ["q_proj"]} | {name: options[name] for name in names & options.keys()}
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2} | {name: options[name] for name in options.keys() - names}
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**sizes) if options is EXPERTS else Qwen2Config(**sizes)
-    if options is GPT2:
-        config = GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    lora = save_base(tmp_path / "base", options, size=64, layers=2)
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.float32
     )

@@ -128,17 +128,7 @@ def test_answers_that_do_not_count_are_no_prompts(rehearse):
     assert (check.expected, check.found, check.result) == ("1 of 1", "1 of 1", "ok")
 
 
-def write_gguf(
-    run: Path,
-    file: Path,
-    weights: dict,
-    template: str,
-    theta: float,
-    kind: str = "F32",
-    architecture: str = "qwen2",
-    end: str = "<|im_end|>",
-    swapped: int = 0,
-) -> Path:
+def write_gguf(run, file, weights, template, theta, kind="F32", architecture="qwen2", end="<|im_end|>", swapped=0):
     """Writes a Qwen2 model as llama.cpp's convert_hf_to_gguf.py does: its metadata, and its weights under llama.cpp's names."""
     import gguf
 

@@ -87,15 +87,8 @@ def run_real(method: str, run: Run, flags: list[str], port: int) -> int:
     """Calls `measure_peak` in all processes of the config; returns the peak of the first one."""
     started = []
     for rank in range(run.processes):
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": run.processes,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        if run.processes == 1:
-            variables = {}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = address | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.processes} if run.processes > 1 else {}
         with mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
             started.append(processes.Process(method, measure_peak, run, flags))
     ends = [process.wait() for process in started]

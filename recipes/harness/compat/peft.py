@@ -16,7 +16,7 @@ def merge_for_generation(model: torch.nn.Module, accelerator: Any) -> Iterator[N
     """In this context LoRA layers compute with merged weights: a token needs 40 % fewer kernels, and to start them takes long.
 
     The weights are kept in host memory, and copied back: `unmerge` subtracts, after which 5.6 % of bf16 weights were others.
-    Layers stay as they are under FSDP, whose weights are sharded, in 4 bits, with DoRA, and where an embedding shares a weight.
+    Layers stay as they are under FSDP, which shards weights, in 4 or 8 bits, with DoRA, and where an embedding shares a weight.
     Upstream: no issue found.
     Checked with: peft 0.21.2.
     Remove when: `unmerge` restores weights bit for bit.
@@ -30,7 +30,7 @@ def merge_for_generation(model: torch.nn.Module, accelerator: Any) -> Iterator[N
             if accelerator.is_fsdp2 or type(layer) is not lora.Linear or layer.lora_variant or layer.merged:
                 continue
             weight = layer.get_base_layer().weight
-            if uses[weight] == 1 and not any(layer.lora_bias.values()):
+            if uses[weight] == 1 and weight.itemsize > 1 and not any(layer.lora_bias.values()):
                 original = weight.data
                 on_host = torch.empty_like(original, device="cpu", pin_memory=weight.is_cuda)
                 kept.append((layer, weight, original, on_host.copy_(original)))

@@ -246,7 +246,8 @@ def generate(trainer: Trainer, inputs: dict[str, torch.Tensor], **options: int) 
     uncompiled = torch.compiler.set_stance("force_eager")
     # accelerate has put autocast around the forward pass of the outermost module only, and an adapter's `generate` calls another.
     autocast = accelerator.autocast()
-    merged = merge_for_generation(accelerator.unwrap_model(trainer.model), accelerator)
+    # As while it learns from them. In other runs all weights would be copied to host memory, for three short texts.
+    merged = merge_for_generation(trainer.model, accelerator) if writes_answers(trainer) else contextlib.nullcontext()
     with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, merged, generate_on(accelerator.device):
         generated = trainer.model.generate(
             **{name: value.to(accelerator.device) for name, value in inputs.items()},

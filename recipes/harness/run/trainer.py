@@ -80,7 +80,7 @@ class RunTrainer(TrainerPrecision):
     | method here, and of the library | who calls it | when |
     |---|---|---|
     | get_train_dataloader, create_scheduler | Trainer.train | once, before the first step |
-    | _load_from_checkpoint, _load_optimizer_and_scheduler | Trainer.train | then, if the run resumes |
+    | _load_from_checkpoint, _load_optimizer_and_scheduler | Trainer.train | before the first step, if the run resumes |
     | get_batch_samples | Trainer.train | before each step |
     | _prepare_inputs | training_step, prediction_step | for each micro-batch, of training and evaluation |
     | compute_loss, autocast_smart_context_manager | training_step, prediction_step | then |

@@ -282,7 +282,7 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
         advice["load_in_4bit"] = "pass quantization_config=get_quantization_config(model_args) to the trainer"
     for name in given & {"lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}:
         name_of_peft = "r" if name == "lora_r" else name
-        if adapters and getattr(adapters[0], name_of_peft) != getattr(model_args, name):
+        if adapters and getattr(adapters[0], name_of_peft, None) != getattr(model_args, name):
             advice[name] = "make the settings of the adapter with get_peft_config(model_args)"
     asked = getattr(torch, model_args.dtype or "", None)
     config = config_of(base_of(model))

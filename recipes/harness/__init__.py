@@ -6,10 +6,19 @@ and for images `load_processor` and `image_collator`.
 
 import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import launched, torchvision_operators
 from harness.messages import exit_on_user_error
+
+if TYPE_CHECKING:  # for editors, which do not call `__getattr__`
+    from harness.data.images import image_collator as image_collator
+    from harness.data.loading import load as load
+    from harness.data.tokenization import load_processor as load_processor
+    from harness.data.tokenization import load_tokenizer as load_tokenizer
+    from harness.data.tokenization import tokenize as tokenize
+    from harness.start.recipes import parse as parse
+    from harness.start.recipes import train as train
 
 launched.begin()
 torchvision_operators.install()  # in an environment that launch.sh has not made

@@ -62,7 +62,7 @@ class Run:
 class UncutRows:
     """What `tokenize` keeps of rows before it cuts and packs them: packed rows have no messages."""
 
-    prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json, which --chat reads
+    prompt: dict[str, Any] = field(default_factory=dict)  # what prompt.json says about the rows
     conversations: list[dict[str, Any]] = field(default_factory=list)  # the first ones for evaluation, with their tokens
     tokens: Any = None  # of the training rows, a Dataset or a stream; None: the recipe does not call `tokenize`
 

@@ -21,13 +21,13 @@ from harness import folder
 from harness.data.conversion import other_keys, split_answers, turns_of
 from harness.data.formats import CONVERSATIONS
 from harness.data.images import IMAGE, as_parts
-from harness.data.reading import DataSettings, PlacedRow
+from harness.data.reading import DataSettings, PlacedRow, Rows
 from harness.data.turns import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, without
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 from harness.runs import PROJECT, UncutRows
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -513,7 +513,7 @@ def load_tokenizer_with_template(
     return tokenizer
 
 
-def keep_uncut(uncut: UncutRows, split: str, rows: Dataset | IterableDataset, tokens: Dataset | IterableDataset) -> None:
+def keep_uncut(uncut: UncutRows, split: str, rows: Rows, tokens: Rows) -> None:
     """Keeps how prompts look, and conversations: --verify compares the prompts of a saved tokenizer with them.
 
     `split`: see `tokenize_split`; `rows`: as `tokenize` gets them; `tokens`: the same as tokens, of any length.
@@ -527,11 +527,11 @@ def keep_uncut(uncut: UncutRows, split: str, rows: Dataset | IterableDataset, to
             uncut.conversations.append(row | {"input_ids": of_row["input_ids"]})
 
 
-def describe_rows(rows: Dataset | IterableDataset) -> dict[str, Any]:
-    """What prompt.json says about readable rows. A stream is not read further than its first row.
+def describe_rows(rows: Rows) -> dict[str, Any]:
+    """What prompt.json says about readable rows, {} for tokens. A stream is not read further than its first row.
 
-    - rows: what the run was trained on; None if the trainer got tokens, or is no SFTTrainer.
-    - system: of CONVERSATIONS, the system message of the training rows, if the first ones all have the same.
+    - rows: what they are.
+    - system: of CONVERSATIONS in memory, the system message, None unless the first ones all have the same.
     """
     first = next(iter(rows), {})
     if "input_ids" in first:
@@ -541,7 +541,7 @@ def describe_rows(rows: Dataset | IterableDataset) -> dict[str, Any]:
     if not isinstance(rows, Dataset):
         return {"rows": folder.CONVERSATIONS}
     systems = set()
-    for row in rows.take(min(COMPARED_ROWS, len(rows))):
+    for row in rows.take(COMPARED_ROWS):
         turn = (row.get("messages") or row["prompt"])[0]
         systems.add(str(turn["content"]) if turn["role"] == "system" else None)
     return {"rows": folder.CONVERSATIONS, "system": systems.pop() if len(systems) == 1 else None}

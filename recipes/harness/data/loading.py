@@ -428,7 +428,12 @@ def evaluation_rows(data: DataSettings, one: Opened, shape: Shape) -> Dataset:
 
 
 def mix(data: DataSettings, datasets: list[Dataset] | list[IterableDataset]) -> Rows:
-    """The rows of all datasets by weight, in an order that depends on the seed only."""
+    """The rows of all datasets by weight, in an order that depends on the seed only.
+
+    An epoch in memory ends as soon as one of the datasets has been read once. The others give as many rows as their weights say,
+    the same ones in every epoch. With --max_samples an epoch has that many rows, and the rows of a small dataset are repeated.
+    Streams have no epoch: each starts again when it ends.
+    """
     if isinstance(datasets[0], IterableDataset):
         return mix_streams(datasets, [source.weight for source in data.sources], data.seed)
     sizes = list(map(len, datasets))

@@ -1,4 +1,10 @@
-"""Which datasets and splits a run reads, and how; the rows and tokens of a step."""
+"""Which datasets and splits a run reads, and their rows as the files have them; the rows and tokens of a step.
+
+`datasets` reads Parquet, Arrow, saved datasets and the Hub. JSON, CSV and text are read here: the JSON builder of datasets 5.2
+reads texts such as 2024-01-02T00:00:00Z as dates, and fails if a column, a key or another type is first seen after 10 MB, as
+`train` in one message. Its CSV builder drops quotation marks that are not doubled, and has to be told the separator and that NA
+is a word.
+"""
 
 import csv
 import functools

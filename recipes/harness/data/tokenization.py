@@ -20,6 +20,7 @@ from harness.data.chat_templates import (
     show_turns,
     training_template,
 )
+from harness.data.reading import Rows
 from harness.data.streams import documents_per_batch
 from harness.data.turns import IGNORED
 from harness.messages import UserError, print_once
@@ -31,7 +32,6 @@ from trl import ModelConfig, SFTConfig, pack_dataset
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from trl.data_utils import common_prefix_length
 
-Rows = Dataset | IterableDataset
 Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 TOKENS = ["input_ids", "labels"]
 IMAGES = "images"  # a column of rows with images, which stay as they are until a batch is made
@@ -194,7 +194,7 @@ def tokens_of_conversation(row: dict, processor: Tokenizer, template: str | None
     `processor`: of rows with images; else the tokenizer.
     """
     turns = row.get("messages") or row["prompt"] + row["completion"]
-    options = {"chat_template": template, **options_of(row)}
+    options = {**options_of(row), "chat_template": template}
     if row.get(IMAGES) is None:
         render = functools.partial(processor.apply_chat_template, return_dict=True, **options)
     else:

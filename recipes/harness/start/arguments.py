@@ -1,4 +1,4 @@
-"""The arguments that choose datasets, splits and rows, and the budgets of a run."""
+"""The three objects of arguments: their values, of the recipe and the flags, what follows from them, and what is refused."""
 
 import argparse
 import copy

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 from harness.messages import UserError
 from harness.run.saving import Repository, publish
-from harness.start.claim import make_repository, take_repository
+from harness.start.arguments import take_repository
+from harness.start.claim import make_repository
 
 import pytest
 from huggingface_hub import close_session

@@ -118,7 +118,7 @@ BF16, FP16, NEITHER = {"bf16": True, "fp16": False}, {"bf16": False, "fp16": Tru
         (BF16, {}, True, "pass --bf16 false --fp16 true --dtype float32"),  # by the config, the recipe or a flag
         (BF16, {"use_peft": True, "load_in_4bit": True}, False, "pass --bf16 false --fp16 true --dtype float16"),
         (NEITHER, {"dtype": "bfloat16"}, True, "pass --bf16 false --fp16 true --dtype float32"),
-        (NEITHER, {"dtype": "bfloat16", "use_peft": True, "load_in_4bit": True}, True, "sharded 4-bit weights compute in bf16"),
+        (NEITHER, {"use_peft": True, "load_in_4bit": True}, True, "sharded 4-bit weights compute in bf16"),
         (FP16, {}, True, ""),  # --bf16 false --fp16 true with a config for bf16
         (FP16, {"dtype": "float16", "use_peft": True, "load_in_4bit": True}, False, ""),
     ],

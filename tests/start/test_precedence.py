@@ -59,6 +59,7 @@ def test_all_sources(read, monkeypatch):
         ({}, {"save_total_limit": 2, "ddp_find_unused_parameters": False, "logging_nan_inf_filter": False}),
         ({"config": CONFIG}, {"bf16": True, "fp16": False, "activation_checkpointing": True}),
         ({"config": {"path": "c.yaml", "mixed_precision": "fp16"}}, {"bf16": False, "fp16": True}),
+        ({"recipe": {"push_to_hub": True}}, {"push_to_hub": False}),  # the trainer itself uploads nothing
         ({"config": CONFIG, "recipe": {"bf16": False}}, {"bf16": False, "activation_checkpointing": True}),
         (
             {"tiny": True, "recipe": {"max_steps": 9, "learning_rate": 1e-5, "weight_decay": 0.5, "global_batch_size": 64}},

@@ -1,4 +1,13 @@
-"""The three objects of arguments: their values, of the recipe and the flags, what follows from them, and what is refused."""
+"""The three objects of arguments: their values, of the recipe and the flags, what follows from them, and what is refused.
+
+A value comes from the first of these that sets it:
+1. a flag, or the file of --config
+2. with --tiny, the values of a rehearsal (rehearsal/tiny.py)
+3. the recipe
+4. the Accelerate config: precision, activation checkpointing, use_cpu
+5. this project's defaults (DEFAULTS)
+6. the defaults of transformers and TRL
+"""
 
 import argparse
 import copy
@@ -23,6 +32,7 @@ from harness.data.reading import DataSettings, Source, length_of_rows, rows_of_s
 from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
+from harness.run.saving import Repository
 from harness.runs import Run
 from harness.start.flags import help_text
 
@@ -184,7 +194,21 @@ def make_arguments(
     data = settings_of_data(script_args, training_args, dataset_formats, run.given)
     if run.tiny and "max_eval_samples" not in run.given:
         data = data.with_each(eval_rows_of_run=recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
-    return dataclasses.replace(run, data=data, profile=script_args.profile), arguments
+    repository = take_repository(training_args)
+    return dataclasses.replace(run, data=data, profile=script_args.profile, repository=repository), arguments
+
+
+def take_repository(training_args: TrainingArguments) -> Repository | None:
+    """The repository of --push_to_hub, None without it. The trainer itself gets none.
+
+    It would make a public one when it is built, also for a command, and upload checkpoints.
+    """
+    if not training_args.push_to_hub:
+        return None
+    training_args.push_to_hub = False
+    return Repository(
+        training_args.hub_model_id or Path(training_args.output_dir).name, training_args.hub_private_repo is not False
+    )
 
 
 class Parser(trl.TrlParser):

@@ -33,7 +33,6 @@ from harness.start.machine import digest_of_file
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
-from transformers import TrainingArguments
 
 SECONDS_TO_SEE_IT = 75  # NFS can show a new file 60 s later (its option acdirmax)
 SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
@@ -97,11 +96,11 @@ class Claim(NamedTuple):
 def claim_folder(run: Run, arguments: Arguments) -> tuple[Run, str]:
     """Makes the output directory this run's, and the arguments name the commits that it uses. Collective.
 
-    Returns the run, with its lock and repository, and the date of its first start.
+    Returns the run, with its lock, and the date of its first start.
     """
     _, training_args, _ = arguments
     output_dir = Path(training_args.output_dir)
-    run = dataclasses.replace(run, lock=lock_of(output_dir), repository=take_repository(training_args))
+    run = dataclasses.replace(run, lock=lock_of(output_dir))
     claim = Claim(*answer_of_first("claim", lambda: claim_run(run, arguments)))
     use_commits(arguments, claim.commit, claim.teacher_commit)
     if run.nodes > 1 and training_args.save_strategy != "no":
@@ -189,7 +188,7 @@ def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     identity = {
         "settings": settings_of(run.values, tuple(map(type, arguments))),
         "recipe": Path(run.recipe).stem,
-        "config": Path(run.config.path).stem,
+        "config": run.config.name,
         "model": model_args.model_name_or_path,
         "dataset": run.data.display_name,
         "datasets": [reading.absolute_name(source.name) for source in sources],
@@ -318,16 +317,6 @@ def command_of(run: Run) -> str:
         names = [file.stem if file.resolve().is_relative_to(PROJECT) else str(file) for file in files]
         words = ["./launch.sh", *(["--tiny"] if run.tiny else []), *names, *sys.argv[1:]]
     return without_secrets(shlex.join(words))
-
-
-def take_repository(training_args: TrainingArguments) -> Repository | None:
-    """The repository of --push_to_hub, None without it. The trainer itself gets none: it would upload checkpoints."""
-    if not training_args.push_to_hub:
-        return None
-    training_args.push_to_hub = False
-    return Repository(
-        training_args.hub_model_id or Path(training_args.output_dir).name, training_args.hub_private_repo is not False
-    )
 
 
 def make_repository(repository: Repository) -> None:

@@ -150,10 +150,11 @@ def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, run: R
 
     The config, the recipe or a flag can set mixed precision. Without it the model computes in its own dtype.
     """
-    if training_args.fp16 or not (training_args.bf16 or model_args.dtype == "bfloat16"):
+    is_sharded_4bit = model_args.load_in_4bit and run.is_sharded  # in bf16, whatever the dtype
+    if training_args.fp16 or not (training_args.bf16 or is_sharded_4bit or model_args.dtype == "bfloat16"):
         return
     advice = f"pass --bf16 false --fp16 true --dtype {'float16' if model_args.use_peft else 'float32'}"
-    if model_args.load_in_4bit and run.is_sharded:
+    if is_sharded_4bit:
         advice = "sharded 4-bit weights compute in bf16 only, so use other GPUs"
     for index in range(min(run.processes // run.nodes or 1, torch.cuda.device_count())):
         if torch.cuda.get_device_capability(index) < (8, 0):

@@ -74,9 +74,10 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         # twice as large, and the products many times as slow.
         model_args.dtype = dtype_of_products(training_args, "float32")
     set_attention(training_args, model_args, run)  # it depends on the dtype
-    if getattr(training_args, "teacher_model_name_or_path", None):  # each process has the whole teacher
+    # Each process has the whole teacher. Trainers refuse options for one that is loaded already, and some need a dtype in them.
+    if of_teacher := getattr(training_args, "teacher_model_init_kwargs", None):
         device = {"": str(training_args.device)}  # loggers write the arguments as JSON
-        training_args.teacher_model_init_kwargs = {"device_map": device} | (training_args.teacher_model_init_kwargs or {})
+        training_args.teacher_model_init_kwargs = {"device_map": device} | of_teacher
     if hasattr(training_args, "model_init_kwargs"):
         options = {
             "dtype": model_args.dtype,

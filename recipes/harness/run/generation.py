@@ -211,7 +211,7 @@ def answer_rows(trainer: Trainer, is_rehearsal: bool) -> list[tuple[str, str]]:
     if writes_answers(trainer):
         prompts = [tokens_of_prompt(trainer, row["prompt"]) for row in rows]
     else:
-        prompts = [prompt_of(row) for row in rows]
+        prompts = [tokens_before_loss(row) for row in rows]
     if "images" in rows[0]:
         inputs = ImageCollator(processor, "left").for_prompts(prompts, [row["images"] for row in rows])
     else:
@@ -268,7 +268,7 @@ def end_tokens(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> se
     return {tokenizer.eos_token_id, *eos} - {None}
 
 
-def prompt_of(row: dict) -> list[int]:
+def tokens_before_loss(row: dict) -> list[int]:
     """The tokens of a row before the first one in the loss; its first tokens if all are in the loss. Of a pair the prompt."""
     ids, labels = documents_of(row)[0]
     masked = next((index for index, label in enumerate(labels) if label != IGNORED), 0)

@@ -1,9 +1,7 @@
-"""The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished.
+"""The output directory of a run: the names of what it contains, and how its JSON files are read and written.
 
-`run.json` is written by the first process, in `parse`. It names the recipe, config, model and dataset, and has the settings that
-are not defaults, the command, and the name, size and modification time of each local file of the dataset, by which a changed file
-is found.
-`train_results.json` is written last and marks a finished run.
+`run.json` is written by the first process, in `parse`, see start/claim.py. `train_results.json` is written last and marks a
+finished run.
 """
 
 import contextlib

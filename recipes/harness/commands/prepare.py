@@ -18,12 +18,16 @@ from harness.hub import hub_errors
 from harness.messages import exit_on_user_error, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        set_environment("--tiny" in sys.argv)  # before the libraries are imported, which read it
+
 from harness.start.recipes import build_trainer
 
 
 def main(*words: str) -> None:
     parsed = parsers.prepare().read(words)
-    set_environment(parsed.tiny)
     from harness.model.gpu_features import find_gpu_features
 
     run = Run(str(parsed.recipe), tiny=parsed.tiny, any_config=True, on_cpu=True, gpu=find_gpu_features())

@@ -19,15 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import parsers
+from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
+from harness.start.environment import hide_library_warnings, set_environment
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        set_environment("--tiny" in sys.argv)  # before the libraries are imported, which read it
+
 from harness.commands.prepare import PreparedRecipe
 from harness.commands.rewards import print_rewards, score
+from harness.data.conversion import MAX_LETTERS
 from harness.data.images import size_of, tokens_of_size, with_one_token_each
+from harness.data.loading import PREVIEWED_ROWS, count_training_rows
 from harness.data.reading import is_packed, length_of_rows
 from harness.data.turns import IGNORED
-from harness.messages import UserError, exit_on_user_error, one_message, plural, print_once
-from harness.run.generation import Document, documents_of
+from harness.folder import DATA, read_json
+from harness.run import generation
+from harness.run.generation import Document, documents_of, end_tokens, why_no_text
+from harness.run.training import report_dropped_rows
 from harness.runs import Run
-from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
 BATCHES = 100
@@ -39,11 +49,6 @@ SHOWN_TOKENS = 400  # of a document
 @one_message()
 def main(*words: str) -> None:
     parsed = parsers.preview().read(words)
-    set_environment(parsed.tiny)
-    from harness.data.conversion import MAX_LETTERS
-    from harness.run import generation
-    from harness.run.training import report_dropped_rows
-
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
         preview = Preview(str(parsed.recipe), [*parsed.flags, "--output_dir", output_dir], parsed.tiny)
@@ -80,8 +85,6 @@ class PreviewedRecipe(PreparedRecipe):
     downloads = False
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
-        from harness.data.loading import PREVIEWED_ROWS
-
         self.run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS))
         super().prepare(arguments)
 
@@ -91,8 +94,6 @@ class Preview:
 
     def __init__(self, recipe: str, flags: list[str], tiny: bool = False) -> None:
         """Changes this process."""
-        from harness.folder import DATA, read_json
-
         hide_library_warnings()
         self.started = PreviewedRecipe(Run(recipe, tiny=tiny, any_config=True, on_cpu=True))
         build_trainer(self.started, flags)
@@ -104,15 +105,11 @@ class Preview:
     @functools.cached_property
     def first_rows(self) -> list[dict]:
         """The first rows to train on, as the trainer has them."""
-        from harness.data.loading import PREVIEWED_ROWS
-
         return list(itertools.islice(self.trainer.train_dataset, PREVIEWED_ROWS))
 
     @functools.cached_property
     def documents(self) -> list[Document]:
         """The documents of the first rows to train on, whole ones if the recipe leaves truncating to the trainer."""
-        from harness.data.loading import PREVIEWED_ROWS
-
         documents = []
         for row in self.first_rows if self.whole is None else itertools.islice(self.whole, PREVIEWED_ROWS):
             documents += documents_of(row)
@@ -138,8 +135,6 @@ class Preview:
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
         """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
-        from harness.data.loading import PREVIEWED_ROWS, count_training_rows
-
         data = self.started.run.data
         is_known = self.data.get("is_complete") and "datasets" not in self.data  # a mixture reads some rows more often
         total = self.data["trained_rows"] if is_known else count_training_rows(data)
@@ -158,9 +153,6 @@ class Preview:
 
 def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
-    from harness.run import generation
-    from harness.run.generation import why_no_text
-
     if next(iter(trainer.train_dataset), None) is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
     if generation.writes_answers(trainer):
@@ -170,8 +162,6 @@ def why_no_documents(trainer: Any) -> str:
 
 def other_rows(preview: Preview) -> list[dict[str, str]]:
     """Prints and returns the first rows as the trainer gets them, as texts; of a prompt also what its template makes of it."""
-    from harness.run import generation
-
     next(iter(preview.trainer.get_train_dataloader()))  # fails as a run would
     rows = []
     for row in preview.first_rows[:SHOWN_ROWS]:
@@ -219,8 +209,6 @@ def summarize(preview: Preview) -> dict[str, Any]:
 
 def find_problems(preview: Preview, in_loss: set[int]) -> list[str]:
     """What would train without an error, and teach the model not to stop. `in_loss`: the tokens that count in the loss."""
-    from harness.run.generation import end_tokens
-
     ends = end_tokens(preview.trainer.model, preview.tokenizer)
     if ends & in_loss:
         return []

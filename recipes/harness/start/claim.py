@@ -1,7 +1,8 @@
 """Who may write into an output directory, and with which settings and commits a run continues: its lock, run.json.
 
 run.json names every argument whose value is not the default of transformers or TRL, wherever the value came from, the command
-(without tokens and passwords), and the name, size and modification time of each local file of the dataset.
+(without tokens and passwords), and the name, size and modification time of each local file of the dataset, by which a changed
+file is found.
 """
 
 import argparse

@@ -55,7 +55,7 @@ def test_help_of_a_command(launch, tmp_path, words):
 def test_what_cannot_be_simulated_is_one_error(launch, environment):
     paths = [ROOT / "recipes/qwen2_chat.py", *(ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_ddp"))]
     command = [sys.executable, "-m", "planner.command", *paths, "--json", "--model_name_or_path", "./nowhere"]
-    variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}
+    variables = environment | {"PYTHONPATH": str(ROOT / "recipes"), "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert_one_error(process, "qwen2_chat cannot be simulated with any config: ", "./nowhere")
     assert_one_error(launch("--plan", "qwen2_chat", "1x3090", "--max_lenght", "5"), "--max_length")

@@ -40,6 +40,8 @@ if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
   exit 2
 fi
 
+of_recipe='--tiny|--preview|--prepare|--plan' # all commands: of a RECIPE
+of_folder='--merge|--chat|--verify|--report'  # and of a run or a model
 unset CDPATH
 if [[ ${WORLD_SIZE:-1} != 1 && -z ${NNODES:-} ]]; then
   printf 'WORLD_SIZE=%s is ignored: several machines are set by NNODES, NODE_RANK and MASTER_ADDR.\n' "$WORLD_SIZE" >&2
@@ -261,7 +263,7 @@ check_words() {
 run() {
   local -a tiny=() files
   local command=''
-  while [[ ${1:-} =~ ^--(tiny|prepare|preview|plan)$ ]]; do
+  while [[ ${1:-} =~ ^($of_recipe)$ ]]; do
     if [[ $1 == --tiny ]]; then
       tiny=(--tiny)
     else
@@ -282,23 +284,17 @@ run() {
     [[ ! " ${*:2} " =~ " "(--help|-h)" " ]] || show_flags "${files[0]}"
     case ${2:---} in
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
-      -*)
-        call planner.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
-        ;;
+      -*) call planner.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}" ;;
     esac
   fi
-  if [[ $command =~ ^--(preview|prepare)$ && ${2:--} != -* ]]; then
-    fail "$command takes no CONFIG: leave out $2, or write a flag before it"
-  fi
+  [[ ! $command =~ ^--(preview|prepare)$ || ${2:--} == -* ]] || fail "$command takes no CONFIG: leave out $2, or write a flag before it"
   shift
   case $command in
     --preview) call harness.commands.preview "${tiny[@]}" "${files[@]}" "$@" ;;
     --prepare) call harness.commands.prepare "${tiny[@]}" "${files[@]}" "$@" ;;
     --plan)
       ((${#tiny[@]} == 0)) || fail "--plan is about the full size: leave out --tiny"
-      if [[ ${1:--} == -* ]]; then
-        call planner.command "${files[@]}" "$here"/accelerate_configs/*.yaml "$@"
-      fi
+      [[ ${1:--} != -* ]] || call planner.command "${files[@]}" "$here"/accelerate_configs/*.yaml "$@"
       files+=("$(resolve accelerate_configs yaml "$1" config)")
       call planner.command "${files[@]}" "${@:2}"
       ;;
@@ -393,15 +389,18 @@ case ${1:-} in
   --help | -h) show_help ;;
   --install) prepare_python ;;
   --test) run_tests "${@:2}" ;;
-  --tiny | --prepare | --preview | --plan) run "$@" ;;
-  --merge | --chat | --verify | --report)
-    check_words "$@"
-    call "harness.commands.${1#--}" "${@:2}"
-    ;;
   -*)
-    near=$(nearest 0.7 "$1" --tiny --plan --preview --prepare --merge --chat --verify --report --test --install --help)
-    [[ -z $near ]] || fail "unknown option $1. Did you mean $near? ./launch.sh --help lists them"
-    fail "unknown option $1: ./launch.sh --help lists them. Flags of a recipe come last: ./launch.sh RECIPE CONFIG $1 …"
+    if [[ $1 =~ ^($of_recipe)$ ]]; then
+      run "$@"
+    elif [[ $1 =~ ^($of_folder)$ ]]; then
+      check_words "$@"
+      call "harness.commands.${1#--}" "${@:2}"
+    else
+      IFS='|' read -ra known <<<"$of_recipe|$of_folder|--test|--install|--help"
+      near=$(nearest 0.7 "$1" "${known[@]}")
+      [[ -z $near ]] || fail "unknown option $1. Did you mean $near? ./launch.sh --help lists them"
+      fail "unknown option $1: ./launch.sh --help lists them. Flags of a recipe come last: ./launch.sh RECIPE CONFIG $1 …"
+    fi
     ;;
   *) run "$@" ;;
 esac

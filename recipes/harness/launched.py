@@ -26,6 +26,8 @@ VARIABLE = "HARNESS_LAUNCHED"  # the environment variable with the JSON of `Laun
 STARTED = "started"
 EXIT_CODE = "exit_code"
 STOPPED = "stopped"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+OUT_OF_TIME = 75  # exit code after SIGUSR1 when there is a checkpoint: start the run again (EX_TEMPFAIL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +114,6 @@ def _exit_quietly(number: int, frame: FrameType | None) -> None:
     record_end(128 + (last_signal() or number))
     os._exit(128 + number)
 
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-OUT_OF_TIME = 75  # exit code after SIGUSR1 when there is a checkpoint: start the run again (EX_TEMPFAIL)
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 

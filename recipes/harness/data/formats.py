@@ -35,6 +35,17 @@ from harness.data.turns import (
 from harness.messages import SkippedRow
 
 CONVERSATIONS = ("messages", "images", "preference")  # formats whose rows a chat template renders
+PREFERENCE_FORMATS = ("messages", "prompt_completion")
+DESCRIPTIONS = {
+    "text": "texts (a column `text`, or the one of --dataset_text_field)",
+    "messages": "conversations (`messages` with role and content, or `conversations` with from and value), `prompt` and "
+    "`completion` or `chosen`, or `instruction`, `input` and `output`",
+    "images": "conversations (`messages` with role and content) with `images`, one for each part of the type image",
+    "prompt_completion": "`prompt` and `completion` or `chosen` as texts",
+    "instruction": "`instruction`, `input` and `output`",
+    "question_answer": "`question` and `answer`",
+    "preference": "`chosen` and `rejected` answers to a `prompt`, as texts or messages, or two conversations that begin alike",
+}
 
 
 def convert(
@@ -290,17 +301,6 @@ CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "instruction": _to_instruction,
     "question_answer": _to_question_answer,
     "preference": _to_preference,
-}
-PREFERENCE_FORMATS = ("messages", "prompt_completion")
-DESCRIPTIONS = {
-    "text": "texts (a column `text`, or the one of --dataset_text_field)",
-    "messages": "conversations (`messages` with role and content, or `conversations` with from and value), `prompt` and "
-    "`completion` or `chosen`, or `instruction`, `input` and `output`",
-    "images": "conversations (`messages` with role and content) with `images`, one for each part of the type image",
-    "prompt_completion": "`prompt` and `completion` or `chosen` as texts",
-    "instruction": "`instruction`, `input` and `output`",
-    "question_answer": "`question` and `answer`",
-    "preference": "`chosen` and `rejected` answers to a `prompt`, as texts or messages, or two conversations that begin alike",
 }
 
 

@@ -30,6 +30,30 @@ from datasets.features.features import require_decoding
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
+# Adam changes a weight by about the learning rate in a step: in ten steps of 2e-5 by 2e-4, 1 % of a usual weight.
+FEW_STEPS = 10
+NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements)\b.*|.*\.(py|sh|yaml|yml|lock)$")
+# The split that a word in the name of a file or folder stands for, as in `datasets`.
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
+SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
+EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
+PLACE = "_place"  # columns of rows of text files
+ROW = "_row"
+SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
+# The kind of a file by its suffix.
+SUFFIXES = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv", ".tab"), "csv"),
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSED = ".gz"
+CSV_SEPARATORS = (",", ";", "\t", "|")
+LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
+BETWEEN = re.compile(r"[\s,]*")  # values of a list
+DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+
 
 @dataclass(frozen=True)
 class Source:
@@ -88,10 +112,6 @@ class DataSettings:
         return replace(self, sources=tuple(replace(source, **changes) for source in self.sources))
 
 
-# Adam changes a weight by about the learning rate in a step: in ten steps of 2e-5 by 2e-4, 1 % of a usual weight.
-FEW_STEPS = 10
-
-
 def length_of_rows(training_args: Any) -> int | None:
     """The most tokens that a row has; None if the recipe has no max_length, or sets none: then rows keep their length."""
     return getattr(training_args, "max_length", None)
@@ -119,14 +139,6 @@ def too_few_steps(steps: int) -> str:
 
 Rows = Dataset | IterableDataset  # of a split, as its files have them
 PlacedRow = tuple[str, dict]  # where a row is, in words, and the row
-NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements)\b.*|.*\.(py|sh|yaml|yml|lock)$")
-# The split that a word in the name of a file or folder stands for, as in `datasets`.
-SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
-SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
-EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
-PLACE = "_place"  # columns of rows of text files
-ROW = "_row"
-SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 
 
 def local_files(name: str | None) -> list[Path]:
@@ -407,21 +419,6 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Rows:
     return load_dataset(
         kind, data_files={"train": list(map(glob.escape, names))}, split="train", streaming=streaming, features=features
     )
-
-
-# The kind of a file by its suffix.
-SUFFIXES = {
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
-    **dict.fromkeys((".csv", ".tsv", ".tab"), "csv"),
-    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-COMPRESSED = ".gz"
-CSV_SEPARATORS = (",", ";", "\t", "|")
-LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
-BETWEEN = re.compile(r"[\s,]*")  # values of a list
-DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are no JSON
 
 
 def suffix_of(path: Path) -> str:

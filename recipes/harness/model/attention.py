@@ -26,6 +26,13 @@ from transformers import (
 from trl import ModelConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+# Models that give the kernels the lengths of packed documents, by the type of their text part; see tests/model/test_packing.py.
+KEPT_APART_BY_KERNELS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+# The modules of the kernels of linear attention.
+KERNELS = ("fla", "causal_conv1d")
+MAX_HEAD_SIZE = 256  # of FlashAttention-2, also of the one in PyTorch (Dao-AILab/flash-attention#2427)
+REFUSED = ("dropout", "softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
+
 
 def set_attention(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
     """Sets the attention implementation unless a flag has. Raises UserError for an impossible `varlen`."""
@@ -106,12 +113,6 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
     return sizes or [getattr(text, "hidden_size", 64) // (getattr(text, "num_attention_heads", None) or 1)]
 
 
-# Models that give the kernels the lengths of packed documents, by the type of their text part; see tests/model/test_packing.py.
-KEPT_APART_BY_KERNELS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
-# The modules of the kernels of linear attention.
-KERNELS = ("fla", "causal_conv1d")
-
-
 def check_packing(
     training_args: TrainingArguments, model_args: ModelConfig, name: str, can_use_kernels: bool = True, can_compute: bool = True
 ) -> None:
@@ -180,10 +181,6 @@ def keeps_documents_apart(config: PreTrainedConfig, attention: str | None) -> bo
         except Exception:  # any architecture can refuse the collator's arguments in its own way
             return False
     return torch.allclose(together, alone, atol=0.01 * alone.abs().max().item())
-
-
-MAX_HEAD_SIZE = 256  # of FlashAttention-2, also of the one in PyTorch (Dao-AILab/flash-attention#2427)
-REFUSED = ("dropout", "softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
 
 
 def register_varlen() -> None:

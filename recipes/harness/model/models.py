@@ -46,6 +46,14 @@ GENERATING = {
     *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
 }
 HOST_MEMORY = {"": "cpu"}  # a device map
+# What is downloaded of a model: not its weights a second time in another format.
+FILES_OF_MODEL = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"],
+    # No subfolders, which can have the weights a second time, but additional_chat_templates/.
+    "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "consolidated*"],
+}
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
@@ -266,16 +274,6 @@ def linear_modules(model: PreTrainedModel) -> list[str]:
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
             names[path.split(".")[-1]] = None
     return list(names)
-
-
-# What is downloaded of a model: not its weights a second time in another format.
-FILES_OF_MODEL = {
-    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"],
-    # No subfolders, which can have the weights a second time, but additional_chat_templates/.
-    "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "consolidated*"],
-}
-SINGLE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -38,6 +38,7 @@ from transformers.trainer_callback import ExportableState
 
 ROWS_OF_STEP = "rows of a step"
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
+SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # by which an adapter is multiplied; its shapes have the rank
 
 
 @dataclass(eq=False)
@@ -223,7 +224,6 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
 
 
 Shapes = dict[str, list[int]]  # of weights, by name
-SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # by which an adapter is multiplied; its shapes have the rank
 
 
 class WeightsOfModel:

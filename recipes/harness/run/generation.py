@@ -29,6 +29,10 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from trl import DistillationConfig
 from trl.trainer.utils import RepeatSampler
 
+ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")  # of DPOTrainer's and KTOTrainer's rows, next to prompt_ids
+COUNT = 3
+PROMPT_TOKENS = 24  # of the prompt of a row that is one text
+
 
 def trains_on_rewards(trainer: Trainer) -> bool:
     return hasattr(trainer, "reward_funcs")
@@ -140,9 +144,6 @@ class RewardsOfSteps(TrainerCallback):
 
 
 Document = tuple[list[int], list[int]]  # tokens and labels
-ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")  # of DPOTrainer's and KTOTrainer's rows, next to prompt_ids
-COUNT = 3
-PROMPT_TOKENS = 24  # of the prompt of a row that is one text
 
 
 def why_no_text(trainer: Trainer) -> str:
@@ -172,9 +173,16 @@ def answer_before(trainer: Trainer, is_rehearsal: bool) -> list[str]:
     """What the model writes before a training of one process that is evaluated at its start; [] for another one."""
     args = trainer.args
     is_shared = args.world_size > 1 or trainer.is_fsdp_enabled  # weights would be copied or gathered for each token
-    if args.eval_on_start and not is_shared and not writes_answers(trainer):
-        with contextlib.suppress(Exception), torch.random.fork_rng():  # an error comes again after the training, and is reported
-            return [answer for _, answer in answer_rows(trainer, is_rehearsal)]
+    if not args.eval_on_start or is_shared or writes_answers(trainer) or why_no_text(trainer):
+        return []
+    devices = (
+        [args.device] if args.device.type == "cuda" else []
+    )  # not all GPUs of the machine, each of which CUDA would start on
+    with (
+        contextlib.suppress(Exception),
+        torch.random.fork_rng(devices),
+    ):  # an error comes again after the training, and is reported
+        return [answer for _, answer in answer_rows(trainer, is_rehearsal)]
     return []
 
 

@@ -33,6 +33,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import DPOConfig, KTOConfig, SFTTrainer
 
+# Metrics that are means over tokens, and over which; all others are means over rows.
+OVER = {"entropy": "tokens", "mean_token_accuracy": "chosen", "logits/chosen": "chosen", "logits/rejected": "rejected"}
+READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
+
 
 @dataclass
 class Loss:
@@ -244,10 +248,6 @@ class Sizes(NamedTuple):
     rejected: torch.Tensor
 
 
-# Metrics that are means over tokens, and over which; all others are means over rows.
-OVER = {"entropy": "tokens", "mean_token_accuracy": "chosen", "logits/chosen": "chosen", "logits/rejected": "rejected"}
-
-
 class Means:
     """The loss and TRL's metrics of an evaluation as means over its tokens or rows.
 
@@ -325,8 +325,6 @@ def print_best_checkpoint(trainer: Trainer) -> None:
     else:
         print_once("warning: no checkpoint has an evaluation, so the saved model is that of the last step, not the best one")
 
-
-READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
 
 Step = tuple[list[dict], dict[int, dict]]  # micro-batches, and the states of a stream after them
 

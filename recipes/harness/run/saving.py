@@ -26,6 +26,13 @@ from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArgument
 from transformers.utils import cached_file
 
 PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+# Of the output directory: no checkpoints, and nothing of the rows (held_out.parquet, samples.txt, their system message in
+# prompt.json).
+FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("preprocessor_config.json", "processor_config.json", "README.md", "train_results.json", "loss.png"),
+)
 
 
 def set_base_revision(trainer: Trainer) -> None:
@@ -161,15 +168,6 @@ def write_model_card(trainer: Trainer) -> None:
         remove_link(output_dir / "README.md")
         trainer.hub_model_id = trainer.args.hub_model_id or output_dir.name
         trainer.create_model_card(model_name=output_dir.name)
-
-
-# Of the output directory: no checkpoints, and nothing of the rows (held_out.parquet, samples.txt, their system message in
-# prompt.json).
-FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("preprocessor_config.json", "processor_config.json", "README.md", "train_results.json", "loss.png"),
-)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,47 @@ from transformers import TrainingArguments
 from transformers.trainer import Trainer
 from trl import ModelConfig
 
+DEFAULTS = {
+    "logging_nan_inf_filter": False,  # a NaN loss must be visible
+    "ddp_find_unused_parameters": False,  # these models use all parameters; transformers would search them in every step
+    "save_total_limit": 2,  # a kill can leave the newest checkpoint incomplete; the one before it is complete
+    "num_generations_eval": 1,  # GRPO and RLOO: other prompts say more about a model than other answers to the same one
+}
+# Values of --optim whose states FSDP cannot shard, or that compute something else with a part of a weight.
+NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
+SHARDED_BY_CONFIG = "the config says how a run is sharded: ./launch.sh lists them"
+UPLOADED_TOO_EARLY = "a checkpoint would be uploaded before it is complete, so no run could resume from it"
+LEAST = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 1,
+    "global_batch_size": 1,
+    "max_tokens": 1,
+    "max_samples": 1,
+    "max_eval_samples": 1,
+    "max_pixels": AREA,
+    "learning_rate": sys.float_info.min,
+}
+# A flag with a value, or with any value that is not off: why it makes a run wrong, or loses it.
+REFUSED = {
+    "--accelerator_config": "it can change the rows of a step: leave it out",
+    "--average_tokens_across_devices False": "a token of a process with few tokens would count more",
+    "--deepspeed": SHARDED_BY_CONFIG,
+    "--fsdp": SHARDED_BY_CONFIG,
+    "--fsdp_config": SHARDED_BY_CONFIG,
+    "--greater_is_better True": "of a loss the worst model would be kept; for other metrics it is so by itself",
+    "--hub_strategy all_checkpoints": UPLOADED_TOO_EARLY,
+    "--hub_strategy checkpoint": UPLOADED_TOO_EARLY,
+    "--hub_token": "it would be saved with the run: use `.venv/bin/hf auth login` or HF_TOKEN",
+    "--parallelism_config": "tensor, context and sequence parallelism are not supported",
+    "--resume_from_checkpoint": "the same command resumes from the newest checkpoint in --output_dir",
+    "--save_only_model": "without the optimizer the run could not resume",
+    "--save_total_limit 1": "the last checkpoint would be deleted before the next one is complete: pass 2 or more",
+    "--sync_ref_model": "no checkpoint has the reference model that moves: a run that resumes would compare with another one",
+    "--trust_remote_code": "code that comes with a model is not run here: use an architecture that is part of transformers",
+    "--use_transformers_continuous_batching": "the trained weights would be rounded to bf16, where small updates are lost",
+}
+
 
 @dataclass
 class ScriptArguments(trl.ScriptArguments):
@@ -118,12 +159,6 @@ class ScriptArguments(trl.ScriptArguments):
                     raise UserError(f"--{name}: no JSON object: {value}") from error
 
 
-DEFAULTS = {
-    "logging_nan_inf_filter": False,  # a NaN loss must be visible
-    "ddp_find_unused_parameters": False,  # these models use all parameters; transformers would search them in every step
-    "save_total_limit": 2,  # a kill can leave the newest checkpoint incomplete; the one before it is complete
-    "num_generations_eval": 1,  # GRPO and RLOO: other prompts say more about a model than other answers to the same one
-}
 Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
@@ -403,24 +438,6 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
     return steps
 
 
-# Values of --optim whose states FSDP cannot shard, or that compute something else with a part of a weight.
-NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
-SHARDED_BY_CONFIG = "the config says how a run is sharded: ./launch.sh lists them"
-UPLOADED_TOO_EARLY = "a checkpoint would be uploaded before it is complete, so no run could resume from it"
-
-LEAST = {
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "max_length": 1,
-    "global_batch_size": 1,
-    "max_tokens": 1,
-    "max_samples": 1,
-    "max_eval_samples": 1,
-    "max_pixels": AREA,
-    "learning_rate": sys.float_info.min,
-}
-
-
 def check_numbers(run: Run, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for a number with which a run would train nothing, or something else. NaN is refused too."""
     least = LEAST
@@ -434,27 +451,6 @@ def check_numbers(run: Run, script_args: ScriptArguments, training_args: Trainin
         if value is not None and not (isinstance(value, int | float) and smallest <= value < math.inf):
             expected = "a number above 0" if 0 < smallest < 1 else f"{smallest} or more"
             raise UserError(f"--{name} is {value}, expected {expected}")
-
-
-# A flag with a value, or with any value that is not off: why it makes a run wrong, or loses it.
-REFUSED = {
-    "--accelerator_config": "it can change the rows of a step: leave it out",
-    "--average_tokens_across_devices False": "a token of a process with few tokens would count more",
-    "--deepspeed": SHARDED_BY_CONFIG,
-    "--fsdp": SHARDED_BY_CONFIG,
-    "--fsdp_config": SHARDED_BY_CONFIG,
-    "--greater_is_better True": "of a loss the worst model would be kept; for other metrics it is so by itself",
-    "--hub_strategy all_checkpoints": UPLOADED_TOO_EARLY,
-    "--hub_strategy checkpoint": UPLOADED_TOO_EARLY,
-    "--hub_token": "it would be saved with the run: use `.venv/bin/hf auth login` or HF_TOKEN",
-    "--parallelism_config": "tensor, context and sequence parallelism are not supported",
-    "--resume_from_checkpoint": "the same command resumes from the newest checkpoint in --output_dir",
-    "--save_only_model": "without the optimizer the run could not resume",
-    "--save_total_limit 1": "the last checkpoint would be deleted before the next one is complete: pass 2 or more",
-    "--sync_ref_model": "no checkpoint has the reference model that moves: a run that resumes would compare with another one",
-    "--trust_remote_code": "code that comes with a model is not run here: use an architecture that is part of transformers",
-    "--use_transformers_continuous_batching": "the trained weights would be rounded to bf16, where small updates are lost",
-}
 
 
 def check_refused(values: argparse.Namespace) -> None:

@@ -55,6 +55,22 @@ from accelerate.utils import check_cuda_p2p_ib_support
 from transformers import Trainer, set_seed
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
+LOGGERS = (
+    "datasets.load",
+    "datasets.packaged_modules.cache.cache",
+    "transformers.training_args",
+    "transformers.trainer_utils",
+    "transformers.trainer",
+    "transformers.modeling_utils",
+)
+# In messages about which the user can do nothing.
+HIDDEN = (
+    "offline mode",
+    "Found the latest",
+    "The speedups for torchdynamo",
+    "do not match the ones in the `trainer_state",
+    "missing keys in the checkpoint",
+)
 
 
 def end_process(recipe: StartedRecipe, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -146,24 +162,6 @@ def kill_daemons(number: int, frame: FrameType | None) -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
-
-
-LOGGERS = (
-    "datasets.load",
-    "datasets.packaged_modules.cache.cache",
-    "transformers.training_args",
-    "transformers.trainer_utils",
-    "transformers.trainer",
-    "transformers.modeling_utils",
-)
-# In messages about which the user can do nothing.
-HIDDEN = (
-    "offline mode",
-    "Found the latest",
-    "The speedups for torchdynamo",
-    "do not match the ones in the `trainer_state",
-    "missing keys in the checkpoint",
-)
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> Arguments:

@@ -108,6 +108,6 @@ def test_quantized_weights_that_are_not_there(rehearse, monkeypatch, tmp_path, e
     assert saved.load_model(run).get_input_embeddings().weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("words", [[], [".", "--image", "no"], [".", "--max_new_tokens", "many"], [".", "--temperature", "1"]])
+@pytest.mark.parametrize("words", [[], [".", "--image", "no"], [".", "--max_new_tokens", "many"], [".", "--top_p", "1"], ["."]])
 def test_mistake_is_one_error(launch, words):
-    assert_one_error(launch("--chat", *words), *words[1:2])
+    assert_one_error(launch("--chat", *words), "./launch.sh", *words[1:2])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.commands import parsers
-from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer, read_prompt
+from harness.commands.saved import check_has_model, load_model, load_saved_processor, load_saved_tokenizer, read_prompt
 from harness.data.images import IMAGE, ImageCollator, encode_turns
 from harness.folder import CONVERSATIONS
 from harness.messages import UserError, exit_on_user_error, one_message, print_once, printable
@@ -20,6 +20,7 @@ def main(*words: str) -> None:
     parsed = parsers.chat().read(words)
     from transformers import BatchFeature
 
+    check_has_model(parsed.run)  # before the tokenizer, whose error would name a package
     images = [{"bytes": None, "path": str(path.absolute())} for path in parsed.image or []]
     processor = load_saved_processor(parsed.run) if images else None
     tokenizer = load_saved_tokenizer(parsed.run)

@@ -29,6 +29,17 @@ def read_adapter_settings(folder: Path) -> Any:
     return settings
 
 
+def check_has_model(folder: Path) -> bool:
+    """Raises UserError for a folder with neither a model nor an adapter. Returns whether it has an adapter."""
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if not is_adapter and not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} has no model and no adapter: pass the output directory of a finished run; ./launch.sh --merge makes a "
+            "model of a sharded checkpoint"
+        )
+    return is_adapter
+
+
 def load_model(folder: Path) -> Any:
     """The model in a folder, with its adapter if it has one, on the GPUs of this machine or on its CPU.
 
@@ -45,12 +56,7 @@ def load_model(folder: Path) -> Any:
     from peft import PeftModel
     from transformers import AutoConfig, BitsAndBytesConfig
 
-    is_adapter = (folder / "adapter_config.json").is_file()
-    if not is_adapter and not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder} has no model and no adapter: pass the output directory of a finished run; ./launch.sh --merge makes a "
-            "model of a sharded checkpoint"
-        )
+    is_adapter = check_has_model(folder)
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()

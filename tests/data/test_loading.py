@@ -238,7 +238,7 @@ def test_column_map(tmp_path, error_of):
     assert "--column_map" in error_of(check, path, ("messages",))
     train, _ = load_rows(data_settings(path, ("messages",), column_map=mapping))
     assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
-    for mapping, words in (('{"no": "prompt"}', "--column_map"), ('{"question": "promt"}', "columns answer, id, promt")):
+    for mapping, words in (('{"no": "prompt"}', "but no no (--col"), ('{"question": "promt"}', "columns answer, id, promt")):
         assert words in error_of(check, path, ("messages",), column_map=mapping)
 
 

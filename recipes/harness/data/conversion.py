@@ -117,17 +117,16 @@ def find_conversion(
             if next(usable_rows(searched, conversion), None):
                 print_ignored_columns([row for _, row in first], conversion)
                 return replace(conversion, keep=keep)
-    reasons: dict[str, None] = {} if first else {"it is empty": None}  # in order
-    for format in data.formats:
-        for place, row in first:
-            reasons[f"{format}: {examine_row(place, row, replace(conversion, format=format))[REASON]}"] = None
+    reasons = []
+    for format in data.formats if first else ():
+        reasons.append(f"row 1 as {format}: {examine_row(*first[0], replace(conversion, format=format))[REASON]}")
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
     renamed = ", ".join(formats.rename(dict.fromkeys(columns), conversion.column_map))
+    unknown = "".join(f", but no {name} (--column_map)" for name in (data.column_map or {}).keys() - columns)
     raise UserError(
-        f"--dataset_name: {source.display_name} has the columns {renamed or '(none)'}: its first rows cannot be used "
-        f"({', '.join(reasons)}); "
-        f"this recipe needs {wanted}. If the columns have other names: --column_map "
-        """'{"OLD": "NEW", "OLD": "NEW"}'"""
+        f"--dataset_name: {source.display_name} has the columns {renamed or '(none)'}{unknown}: its first {len(first)} rows "
+        f"cannot be used ({', '.join(reasons) or 'it is empty'}); this recipe needs {wanted}. If the columns have other names: "
+        """--column_map '{"OLD": "NEW", "OLD": "NEW"}'"""
     )
 
 

@@ -294,9 +294,10 @@ def digest_of_loaded(row: dict) -> str:
 
 def check_opened(data: DataSettings, opened: list[Opened]) -> None:
     """Raises UserError for columns, rows and images that would be trained on in another way than meant."""
+    columns = {*itertools.chain.from_iterable(one.conversion.columns for one in opened)}
     for column in sorted(data.column_map or {}):  # a system prompt, for example
-        if not any(column in one.conversion.columns for one in opened):
-            raise UserError(f"--column_map: no dataset has a column {column}")
+        if column not in columns:
+            raise UserError(f"--column_map: no column {column} in {data.display_name}, which has {', '.join(sorted(columns))}")
     for one in opened:
         if not one.conversion.format and one.rows.features != opened[0].rows.features:
             raise UserError(
@@ -364,8 +365,8 @@ def training_rows(data: DataSettings, one: Opened, digests: frozenset[str], shap
         rows = rows.filter(_is_not_held_out, fn_kwargs={"digests": digests})
     if not list(rows.take(1)):
         raise UserError(
-            f"--dataset_name: no row of {one.source.display_name} is left to train on: the others have no text or answer, are "
-            "left out by `keep` of the recipe, or equal a row that is held out for evaluation"
+            f"--dataset_name: no row of {one.source.display_name} is left to train on: {len(one.digests)} held out for "
+            "evaluation, the others have no text or answer, are left out by `keep` of the recipe, or equal these: pass more rows"
         )
     if one.conversion.format:
         rows = shape_rows(rows, shape, one.conversion)

@@ -432,10 +432,13 @@ def kind_of(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file with their numbers."""
+    """The lines of a text file with their numbers. Raises UserError if it is not UTF-8."""
     opens = gzip.open if path.suffix.lower() == COMPRESSED else open
-    with opens(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-        yield from enumerate(file, 1)
+    try:
+        with opens(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            yield from enumerate(file, 1)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: save it in this encoding, or convert it with iconv") from error
 
 
 def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int, dict]]:

@@ -228,7 +228,7 @@ def finish_training(
         generate_samples(trainer, run.tiny, before)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
-    if run.repository and not run.tiny and is_first:
+    if run.repository and is_first:
         publish(output_dir, run.repository)  # meanwhile, no other process waits for this one
     if run.lock:
         run.lock.release()

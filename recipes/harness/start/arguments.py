@@ -230,6 +230,8 @@ def make_arguments(
     if run.tiny and "max_eval_samples" not in run.given:
         data = data.with_each(eval_rows_of_run=recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
     repository = take_repository(training_args)
+    if run.tiny:
+        repository = None
     return dataclasses.replace(run, data=data, profile=script_args.profile, repository=repository), arguments
 
 

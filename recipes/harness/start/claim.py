@@ -130,8 +130,6 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     if commit := continued.get("commit"):
         use_commits(arguments, commit, continued.get("teacher_commit"))
     commit, teacher_commit = find_commits(run, arguments)
-    if run.repository and not run.tiny:
-        make_repository(run.repository)
     date = continued.get("date") or datetime.now().isoformat(timespec="seconds")
     of_start = {"date": date, "commit": commit, "teacher_commit": teacher_commit, "command": command_of(run)}
     write_run(output_dir, before, identity | of_start)

@@ -44,7 +44,7 @@ from harness.run.failures import exit_for_known_failure, raise_if_of_library
 from harness.run.trainer import RunTrainer
 from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start.arguments import Arguments, make_arguments, read_values
-from harness.start.claim import claim_folder
+from harness.start.claim import claim_folder, make_repository
 from harness.start.environment import LEFT_TO_ARGUMENTS, config_of_accelerate, set_environment_of_accelerate
 from harness.start.machine import check_nodes, choose_device, facts_of_node
 
@@ -288,6 +288,8 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     run, date = claim_folder(run, arguments)
 
     answer_of_first("model", lambda: check_models(run, arguments))
+    if run.repository:
+        answer_of_first("repository", lambda: make_repository(run.repository))
     set_loading_options(training_args, model_args, run)
     if run.tiny:
         run = dataclasses.replace(run, data=tiny.use_replacements(run.data, training_args, model_args))

@@ -54,7 +54,8 @@ def main():
         lora_target_modules=["all-linear"],
         # trl.DistillationConfig: the training
         teacher_model_name_or_path="Qwen/Qwen3-8B",  # each GPU has all of it, also under FSDP
-        teacher_model_init_kwargs={"dtype": "bfloat16", "quantization_config": FOUR_BITS},  # the dtype of what is not quantized
+        # The dtype is that of what is not quantized. A flag replaces all of it: without quantization_config, 8B in 16 or 32 bits.
+        teacher_model_init_kwargs={"dtype": "bfloat16", "quantization_config": FOUR_BITS},
         chat_template_kwargs={"enable_thinking": False},  # thoughts would not end within max_completion_length
         beta=1.0,  # reverse KL: the student gives up what the teacher would not write; 0 is forward KL
         max_completion_length=256,  # tokens of an answer; what follows is not compared

@@ -83,10 +83,10 @@ def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
         def choose_device(self):
             self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run, self.run.values))
 
-        def prepare(self, arguments):
-            machine.check_nodes(self.run, *arguments[1:])
-            run, _ = claim.claim_folder(self.run, arguments)
-            check_models(run, arguments)
+        def prepare(self):
+            machine.check_nodes(self.run, *self.arguments[1:])
+            run, _ = claim.claim_folder(self.run, self.arguments)
+            check_models(run, self.arguments)
             run.lock.release()
             self.is_checked = True
             raise runs.RecipeStopped

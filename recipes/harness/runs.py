@@ -86,11 +86,11 @@ class StartedRecipe:
     def choose_device(self) -> None:
         """Called when the values of all arguments are read, before objects are made of them."""
 
-    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+    def prepare(self) -> None:
         """Called at the end of `parse`: checks the arguments, and changes them and the process as the run or command needs it."""
 
-    def train(self, trainer: Any) -> None:
-        """Called by `train`. A command needs no more of the recipe."""
+    def train(self) -> None:
+        """Called by `train` with the trainer in `self.trainer`. A command needs no more of the recipe."""
         raise RecipeStopped
 
 

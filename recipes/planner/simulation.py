@@ -34,7 +34,6 @@ from harness.run.sharding import AfterWrapping, freeze_unused_parts, local_tenso
 from harness.run.trainer import TrainerPrecision, add_overrides
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import recipes
-from harness.start.arguments import Arguments
 from harness.start.environment import set_environment_of_accelerate
 from harness.start.machine import set_allocator
 from harness.start.recipes import build_trainer
@@ -74,9 +73,9 @@ class PlannedRecipe(StartedRecipe):
     def choose_device(self) -> None:
         self.allocator = set_allocator(self.run.config, self.run.values)
 
-    def prepare(self, arguments: Arguments) -> None:
+    def prepare(self) -> None:
         run = self.run
-        _, training_args, model_args = arguments
+        arguments = _, training_args, model_args = self.arguments
         name = model_args.model_name_or_path
         if not name:
             raise UserError(

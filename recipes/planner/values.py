@@ -1,6 +1,5 @@
 """The values of a recipe's arguments, with some flags, as the recipe's own parser reads them. Nothing is loaded."""
 
-import dataclasses
 from typing import Any
 
 from harness.configs import AccelerateConfig
@@ -8,14 +7,10 @@ from harness.runs import RecipeStopped, Run, StartedRecipe
 from harness.start.recipes import run_recipe
 
 
-@dataclasses.dataclass
 class ReadRecipe(StartedRecipe):
     """A recipe that runs until the values of its arguments are read."""
 
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-
     def choose_device(self) -> None:
-        self.values = vars(self.run.values)
         raise RecipeStopped
 
 
@@ -23,4 +18,4 @@ def values_of_recipe(recipe: str, flags: list[str]) -> dict[str, Any]:
     """All values by name. activation_checkpointing is None if neither recipe nor flags set it: then the config does."""
     started = ReadRecipe(Run(recipe, AccelerateConfig(activation_checkpointing=None)))
     run_recipe(started, flags)
-    return started.values
+    return vars(started.run.values)

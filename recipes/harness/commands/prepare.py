@@ -42,7 +42,7 @@ class PreparedRecipe(StartedRecipe):
 
     downloads = True
 
-    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+    def prepare(self) -> None:
         from harness.compat.transformers import load_tokenizers_as_offline
         from harness.model.attention import check_packing
         from harness.model.models import check_models, load_small_models, set_loading_options
@@ -52,7 +52,7 @@ class PreparedRecipe(StartedRecipe):
         from harness.start.recipes import prepare_process
 
         run = self.run
-        _, training_args, model_args = arguments
+        arguments = _, training_args, model_args = self.arguments
         name = model_args.model_name_or_path
         teacher = getattr(training_args, "teacher_model_name_or_path", None)
         use_commits(arguments, *find_commits(run, arguments))

@@ -84,9 +84,9 @@ class PreviewedRecipe(PreparedRecipe):
 
     downloads = False
 
-    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+    def prepare(self) -> None:
         self.run = dataclasses.replace(self.run, data=self.run.data.with_each(first_rows=PREVIEWED_ROWS))
-        super().prepare(arguments)
+        super().prepare()
 
 
 class Preview:

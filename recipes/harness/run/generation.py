@@ -175,13 +175,8 @@ def answer_before(trainer: Trainer, is_rehearsal: bool) -> list[str]:
     is_shared = args.world_size > 1 or trainer.is_fsdp_enabled  # weights would be copied or gathered for each token
     if not args.eval_on_start or is_shared or writes_answers(trainer) or why_no_text(trainer):
         return []
-    devices = (
-        [args.device] if args.device.type == "cuda" else []
-    )  # not all GPUs of the machine, each of which CUDA would start on
-    with (
-        contextlib.suppress(Exception),
-        torch.random.fork_rng(devices),
-    ):  # an error comes again after the training, and is reported
+    devices = [args.device] if args.device.type == "cuda" else []  # not all of the machine, on each of which CUDA would start
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices):  # an error comes again after the training
         return [answer for _, answer in answer_rows(trainer, is_rehearsal)]
     return []
 

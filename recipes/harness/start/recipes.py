@@ -188,7 +188,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         use_no_gpu_kernels()
     never_ask_for_code()
     recipe.run, recipe.arguments = make_arguments(recipe.run, config_class, dataset_formats, defaults)
-    recipe.prepare(recipe.arguments)
+    recipe.prepare()
     return recipe.arguments
 
 
@@ -201,7 +201,7 @@ def train(trainer: Trainer) -> None:
     """
     recipe = runs.started()
     recipe.trainer = trainer
-    recipe.train(trainer)
+    recipe.train()
 
 
 def quiet_libraries() -> None:
@@ -264,17 +264,17 @@ class TrainedRecipe(StartedRecipe):
     def choose_device(self) -> None:
         self.run = choose_device(self.run)
 
-    def prepare(self, arguments: Arguments) -> None:
+    def prepare(self) -> None:
         # Again, after `start_of_training`: torch has put its own hook around it when it connected the processes.
         sys.excepthook = functools.partial(end_process, self)
-        self.run = prepare_run(self.run, arguments)
+        self.run = prepare_run(self.run, self.arguments)
         if launched():
             atexit.register(report_missing_train, self)
 
-    def train(self, trainer: Trainer) -> None:
+    def train(self) -> None:
         training.run_training(self)
         # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
-        atexit.register(trainer.end)
+        atexit.register(self.trainer.end)
 
 
 def prepare_run(run: Run, arguments: Arguments) -> Run:

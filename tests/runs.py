@@ -81,7 +81,7 @@ def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
         is_checked = False
 
         def choose_device(self):
-            self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run, self.run.values))
+            self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run))
 
         def prepare(self):
             machine.check_nodes(self.run, *self.arguments[1:])

@@ -8,6 +8,7 @@ from harness.start import claim as of_claim
 from harness.start.claim import CHOICE_OF_ROWS, SETTINGS
 
 import pytest
+from filelock import FileLock
 from runs import read
 
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "recipe_digest", *CHOICE_OF_ROWS), "a")
@@ -27,7 +28,7 @@ RESULTS = IDENTITY | {"global_step": 10, "epoch": 1.0, "final_loss": 2.5}
 
 def claim(run, identity):
     """As the first process does."""
-    lock = of_claim.lock_of(run)
+    lock = FileLock(run / ".lock")
     of_claim.acquire(lock)
     before = folder.read_json(run / "run.json")
     try:
@@ -54,7 +55,7 @@ def test_claim(tmp_path, error_of):
     for _ in range(2):
         claim(run, IDENTITY)
         assert read(run, "run.json") == IDENTITY
-    held = of_claim.lock_of(run)
+    held = FileLock(run / ".lock")
     of_claim.acquire(held)
     assert "another run is writing" in error_of(claim, run, IDENTITY)
     held.release()

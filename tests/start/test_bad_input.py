@@ -6,10 +6,11 @@ import shlex
 import shutil
 import subprocess
 
-from harness.start.claim import acquire, lock_of
+from harness.start.claim import acquire
 
 import pytest
 from conftest import ROOT
+from filelock import FileLock
 
 # What a user types: launch.sh itself, or what it passes to `harness.start.launch` (see forked_launcher.py).
 TINY = "--tiny qwen2_fineweb_edu 1x3090"
@@ -73,7 +74,7 @@ def bad(workdir, rehearse):
         shutil.copytree(complete, folder / name)
     os.truncate(folder / "half/model.safetensors", 100_000)
     (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
-    held = lock_of(folder / "busy")
+    held = FileLock(folder / "busy/.lock")
     acquire(held)
     yield folder
     held.release()

@@ -56,8 +56,8 @@ def test_rehearsal_uses_gpus_only_if_there_are_enough(monkeypatch, gpus, on_cpu)
     """Two machines with four GPUs each are eight processes on this machine."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    context = Run("a.py", AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), processes=8, tiny=True)
-    assert machine.must_use_cpu(context, VALUES) == on_cpu
+    context = Run("a.py", AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), processes=8, tiny=True, values=VALUES)
+    assert machine.must_use_cpu(context) == on_cpu
 
 
 def test_old_driver_is_an_error(monkeypatch):
@@ -66,7 +66,7 @@ def test_old_driver_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("The NVIDIA driver on your system is too old.")))
     with pytest.raises(RuntimeError, match="too old"):
-        machine.must_use_cpu(Run("a.py", processes=2), VALUES)
+        machine.must_use_cpu(Run("a.py", processes=2, values=VALUES))
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0"), ("2,3", "2")])
@@ -138,7 +138,7 @@ def test_launcher_checks_bf16(monkeypatch, error_of):
     """`parse` does, once the arguments of the run are known. (On this machine there is no GPU.)"""
     calls = []
     monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2].processes))
-    monkeypatch.setattr(machine, "must_use_cpu", lambda context, values: False)
+    monkeypatch.setattr(machine, "must_use_cpu", lambda context: False)
     config = configs.read(str(ROOT / "accelerate_configs/4gpu_ddp.yaml"))
     monkeypatch.setattr(sys, "argv", ["qwen2_chat.py", "--bf16", "false", "--model_name_or_path", "/nowhere"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

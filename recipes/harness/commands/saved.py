@@ -63,29 +63,29 @@ def load_model(folder: Path) -> Any:
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     base = str(folder)
-    options = {"device_map": "auto", "dtype": "auto"}
+    options = {"device_map": "auto", "dtype": "auto", "revision": "main"}
     if is_adapter:
         settings = read_adapter_settings(folder)
         results = read_json(folder / RESULTS)
         base = settings.base_model_name_or_path
-        options["revision"] = settings.revision or "main"
         if results.get("quantized_weights"):
             recorded = Path(results["quantized_weights"])
             # Its name is the same on every machine.
             base = str(recorded if recorded.is_dir() else Path(HF_HOME, "quantized", recorded.name))
-            options["revision"] = "main"
             if not Path(base).is_dir():
                 recipe = results.get("recipe")
                 raise UserError(f"{recorded} is missing: ./launch.sh --prepare {recipe} makes it, with the flags of the run")
-        elif results.get("quantization"):
-            options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
-            options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
+        else:
+            options["revision"] = settings.revision or "main"
+            if results.get("quantization"):
+                options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
+                options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
     if not torch.cuda.is_available():
         options["device_map"] = {"": "cpu"}
         keep_4bit_layout()
         use_no_gpu_kernels()
     with hub_errors("model", base):
-        config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
+        config = AutoConfig.from_pretrained(base, revision=options["revision"])
         model, found = class_of_model(config).from_pretrained(base, output_loading_info=True, **options)
     check_found(found, base)
     if is_adapter:

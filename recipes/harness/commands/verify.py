@@ -201,9 +201,9 @@ def tokens_of_prompt(tokenizer: Any, processor: Any, row: dict, turns: list[dict
 
     tools = row.get("tools")
     options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
+    options["add_generation_prompt"] = True
     try:
         ((_, fitted),) = fit_calls(tokenizer, [("", {"messages": turns})])
-        options |= {"add_generation_prompt": True}
         if processor:
             images = row["images"][: count_marks(turns)]  # those of later turns are not in this prompt
             return encode_turns(processor, fitted["messages"], images, **options)["input_ids"]

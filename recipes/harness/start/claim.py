@@ -101,7 +101,7 @@ def claim_folder(run: Run, arguments: Arguments) -> tuple[Run, str]:
     """
     _, training_args, _ = arguments
     output_dir = Path(training_args.output_dir)
-    run = dataclasses.replace(run, lock=lock_of(output_dir))
+    run = dataclasses.replace(run, lock=FileLock(output_dir / LOCK))
     claim = Claim(*answer_of_first("claim", lambda: claim_run(run, arguments)))
     use_commits(arguments, claim.commit, claim.teacher_commit)
     if run.nodes > 1 and training_args.save_strategy != "no":
@@ -201,11 +201,6 @@ def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
         **{name: getattr(script_args, name) for name in CHOICE_OF_ROWS},
     }
     return json.loads(json.dumps(identity))  # as it is in the file, with which it is compared
-
-
-def lock_of(folder: Path) -> FileLock:
-    """The lock of an output directory, which is not acquired yet."""
-    return FileLock(folder / LOCK)
 
 
 def acquire(lock: FileLock) -> None:

@@ -27,7 +27,7 @@ from trl import ModelConfig
 
 def choose_device(run: Run) -> Run:
     """The run, with whether it computes on CPU. Sets what CUDA and accelerate read at their first use."""
-    on_cpu = must_use_cpu(run, run.values) if launched() else run.on_cpu or run.values.use_cpu
+    on_cpu = must_use_cpu(run) if launched() else run.on_cpu or run.values.use_cpu
     if not launched() and not on_cpu and torch.cuda.is_available() and not os.environ.keys() & set(ALLOCATOR_VARIABLES):
         print_once(f"Set PYTORCH_ALLOC_CONF={GROWING} before a start without ./launch.sh: GPU memory fragments less.")
     if on_cpu:
@@ -73,12 +73,12 @@ def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> 
     return settings
 
 
-def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
+def must_use_cpu(run: Run) -> bool:
     """Whether a run computes on CPU: with --use_cpu, or a rehearsal on a machine with too few GPUs.
 
-    `values`: of all arguments. Raises UserError if a run has too few GPUs, and torch's error if CUDA cannot use them.
+    Raises UserError if a run has too few GPUs, and torch's error if CUDA cannot use them.
     """
-    if values.use_cpu:
+    if run.values.use_cpu:
         return True
     needed = run.processes // run.nodes
     found = torch.cuda.device_count()

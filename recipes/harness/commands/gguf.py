@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.commands.saved import load_saved_tokenizer
 from harness.messages import UserError
 
 FLOATS = {"F32", "F16", "BF16"}  # the types of weights that are not quantized
@@ -39,13 +38,6 @@ def value_of(reader: Any, name: str) -> Any:
     """A setting of the tokenizer in a GGUF file, None if it has no such setting."""
     field = reader.fields.get(f"tokenizer.{name}")
     return field.contents() if field else None
-
-
-def load_tokenizer_of(reader: Any, run: Path) -> Any:
-    """The tokenizer that `run` has saved, with the chat template of the GGUF file."""
-    tokenizer = load_saved_tokenizer(run)
-    tokenizer.chat_template = value_of(reader, "chat_template")
-    return tokenizer
 
 
 def check_vocabulary(file: Path, reader: Any, tokenizer: Any) -> list[Check]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import parsers
-from harness.commands.gguf import FLOATS, Check, check_vocabulary, compare, load_gguf, load_tokenizer_of, read_gguf
+from harness.commands.gguf import FLOATS, Check, check_vocabulary, compare, load_gguf, read_gguf, value_of
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_processor, load_saved_tokenizer
 from harness.data.images import ImageCollator, count_marks, encode_turns
@@ -52,8 +52,8 @@ def main(*words: str) -> int:
     file = read_gguf(other) if other and other.is_file() else None
     if file and any(row["images"] for row in held_out.conversations):
         raise UserError(f"{other}: a GGUF file of a model that was trained on images cannot be compared: pass a folder")
-    # Only the JSON goes to standard output.
-    with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
+    # Of --json, only the JSON goes to standard output.
+    with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
         model = load_model(run)
         config = model.config
         saved = measure(model, held_out, run)
@@ -61,7 +61,8 @@ def main(*words: str) -> int:
         checks = check_loss(run, saved, held_out, TOLERANCE, {}) + check_prompts(run, held_out)
         tokenizer = None
         if file:
-            tokenizer = load_tokenizer_of(file, run)
+            tokenizer = load_saved_tokenizer(run)
+            tokenizer.chat_template = value_of(file, "chat_template")
             checks += check_vocabulary(other, file, tokenizer)
             model = load_gguf(other, config)
             is_rounded = any(tensor.tensor_type.name not in FLOATS for tensor in file.tensors)

@@ -113,7 +113,6 @@ class AccelerateConfig:
     replicas: int = 1  # of a hybrid config
     shards: int = 1  # in each replica of a hybrid config; 1 in any other config
     offload_params: bool = False
-    reshard_after_forward: bool = True
     reshard_after_backward: bool = True
     reduce_each_batch: bool = False
     reduce_dtype: str = "float32"

@@ -84,7 +84,7 @@ def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
             self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run))
 
         def prepare(self):
-            machine.check_nodes(self.run, *self.arguments[1:])
+            machine.check_nodes([machine.facts_of_node(self.run, *self.arguments[1:])])
             run, _ = claim.claim_folder(self.run, self.arguments)
             check_models(run, self.arguments)
             run.lock.release()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from harness.launched import end_run, last_signal
-from harness.messages import UserError, die, last_line
+from harness.messages import UserError, die, is_first_process, last_line
 
 T = TypeVar("T")
 # Exit codes of a process that lost the others, and of one that could not reach them at the start.
@@ -47,15 +47,19 @@ def check_all_reduce(device: Any, seconds: float = 120) -> None:
             exit_with_causes(f"{wrong} of {len(numbers)} sums were wrong")
 
 
-def publish_of_node(find: Callable[[], Any]) -> None:
-    """Gives the first process of the run what `find` returns in the first process of this node. The others do nothing."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        _store_of_run().set(f"node/{os.environ.get('GROUP_RANK', '0')}", json.dumps(find()))
+def values_of_nodes(find: Callable[[], Any]) -> list[Any]:
+    """What `find` returns in the first process of each node, by the rank of the node. Collective.
 
-
-def values_of_nodes() -> list[Any]:
-    """What all nodes have published, by the rank of the node. To be called by the first process, which waits for them."""
+    The first process of the run waits for the nodes; the others return []. `find` returns what JSON can have.
+    """
+    if not is_of_several():
+        return [find()]
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return []
     store = _store_of_run()
+    store.set(f"node/{os.environ.get('GROUP_RANK', '0')}", json.dumps(find()))
+    if not is_first_process():
+        return []
     keys = [f"node/{node}" for node in range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))]
     while not store.check(keys):
         time.sleep(0.1)

@@ -17,7 +17,6 @@ from harness.configs import AccelerateConfig
 from harness.launched import ALLOCATOR_VARIABLES, GROWING, launched, own_allocator_settings
 from harness.messages import UserError, plural, print_once
 from harness.model.gpu_features import find_gpu_features
-from harness.nodes.network import is_of_several, values_of_nodes
 from harness.runs import NO_FEATURES, GpuFeatures, Run, rehearsal_hint
 
 import torch
@@ -94,12 +93,11 @@ def must_use_cpu(run: Run) -> bool:
     )
 
 
-def check_nodes(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> GpuFeatures:
-    """What the GPUs of all nodes can. In the first process of the run.
+def check_nodes(nodes: list[dict[str, Any]]) -> GpuFeatures:
+    """What the GPUs of all nodes can. `nodes`: the `facts_of_node` of each.
 
     Raises UserError if a node has a problem, or other flags, files or GPUs.
     """
-    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args, model_args)]
     first = nodes[0]
     for node in nodes:
         problem = node["problem"]

@@ -37,7 +37,7 @@ from harness.messages import HubLost, UserError, exit_on_user_error, is_first_pr
 from harness.model.attention import check_packing
 from harness.model.models import check_models, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node
+from harness.nodes.network import answer_of_first, check_all_reduce, values_of_nodes
 from harness.rehearsal import tiny
 from harness.run import training
 from harness.run.failures import exit_for_known_failure, raise_if_of_library
@@ -281,9 +281,8 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     """Prepares each process for the run. The first one checks it and claims the output directory, the others wait."""
     _, training_args, model_args = arguments
     name = model_args.model_name_or_path
-    if is_of_several():
-        publish_of_node(lambda: facts_of_node(run, training_args, model_args))
-    gpu = GpuFeatures(*answer_of_first("nodes", lambda: check_nodes(run, training_args, model_args)))
+    nodes = values_of_nodes(lambda: facts_of_node(run, training_args, model_args))
+    gpu = GpuFeatures(*answer_of_first("nodes", lambda: check_nodes(nodes)))
     run = dataclasses.replace(run, gpu=gpu)
     run, date = claim_folder(run, arguments)
 

@@ -521,7 +521,7 @@ def attention_as_on_cuda(
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
         length = attn_mask.shape[-1]
-        if length % 8:
+        if any(stride % 8 for stride in attn_mask.stride()[:-1]):
             padded = torch.nn.functional.pad(attn_mask, (0, 8 - length % 8))
             attn_mask = padded[..., :length]
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])

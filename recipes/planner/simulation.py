@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.peft import merge_for_generation
-from harness.compat.transformers import use_no_gpu_kernels
+from harness.compat.transformers import convert_masks_once, use_no_gpu_kernels
 from harness.configs import AccelerateConfig
 from harness.data.reading import length_of_rows
 from harness.folder import read_json
@@ -545,7 +545,7 @@ class SimulatedStep(TrainerCallback):
         ledger.take_counts()
         merged = merge_for_generation(self.trainer.model, self.trainer.accelerator)
         keep_weights = ledger.within(moment="generate", holder="weights", place="host")
-        with torch.no_grad(), keep_weights, merged, ledger.within(holder="rest", place="gpu"):
+        with torch.no_grad(), keep_weights, merged, convert_masks_once(), ledger.within(holder="rest", place="gpu"):
             cache = self.forward_cached(rows, simulation.prompt, simulation.prompt, None)
             self.prompts = ledger.take_counts()
             half = simulation.completion // 2

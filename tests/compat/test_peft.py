@@ -1,8 +1,10 @@
-"""While a model generates, its adapter is merged into its weights; afterwards they are as before."""
+"""While a model generates, its adapter is merged into its weights; afterwards they are as before. Masks are converted once."""
 
+import contextlib
 from types import SimpleNamespace
 
 from harness.compat.peft import merge_for_generation
+from harness.compat.transformers import convert_masks_once
 from planner.ledger import Ledger
 
 import pytest
@@ -96,3 +98,20 @@ def test_small_changes_are_not_rounded_away():
         change = layer.weight.detach().float() - before
     kept, kept_if_rounded = ((found * delta).sum() / delta.square().sum() for found in (change, rounded))
     assert kept_if_rounded < 0.5 and kept == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_that_are_converted_once_give_the_same_answers(dtype):
+    """To prompts that are padded; half of the layers attend to a window only, so there are two masks."""
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 16}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=80, pad_token_id=0, **layers, **SIZES)).eval()
+    mask = torch.ones_like(TOKENS).index_fill_(1, torch.arange(5), 0)
+    options = {"attention_mask": mask, "max_new_tokens": 20, "output_logits": True, "return_dict_in_generate": True}
+    answers, kernels = [], []
+    for context in (contextlib.nullcontext(), convert_masks_once()):
+        with context, torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16), Ledger() as ledger:
+            answers.append(model.generate(TOKENS, do_sample=False, **options))
+            kernels.append(ledger.take_counts().launches)
+    assert all(map(torch.equal, answers[0].logits, answers[1].logits)) and kernels[1] <= kernels[0] - 20 * 4

@@ -59,7 +59,8 @@ def test_token_reads_all_weights(found):
     weights = simulation.peaks["generate"].by_holder["weights"]
     cache = KEYS_AND_VALUES * ROWS * (PROMPT + COMPLETION // 2)
     assert weights + cache < simulation.token.touched < 1.5 * weights + 9 * cache
-    assert 50 * LAYERS < simulation.token.launches < 66 * LAYERS  # 104 with an adapter that is not merged
+    # 104 with adapters that are not merged, 66 with masks that each layer converts.
+    assert 50 * LAYERS < simulation.token.launches < 62 * LAYERS
     assert 1 < simulation.host_peaks["generate"].bytes / (2 * (simulation.parameters - EMBEDDING)) < 1.5
     host = simulation.token.launches * cards.LAUNCH_GENERATING
     memory = simulation.token.touched / CARD.bandwidth / roofline.MEMORY_RATE

@@ -11,7 +11,7 @@ from typing import Any
 from harness.compat.guards import changes
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import AttentionMaskInterface, AutoConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.image_utils import make_flat_list_of_images
 
 
@@ -279,6 +279,29 @@ def generate_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.device = original
+
+
+@contextlib.contextmanager
+def convert_masks_once() -> Iterator[None]:
+    """In this context masks for SDPA are numbers to add. It would convert a boolean one in each layer, which takes four kernels.
+
+    Rows begin at multiples of 8 numbers: otherwise attention on a GPU copies them in each layer.
+    """
+    make_mask = AttentionMaskInterface()["sdpa"]
+
+    def make_numbers(dtype: torch.dtype, **options: Any) -> torch.Tensor | None:
+        mask = make_mask(dtype=dtype, **options)
+        if mask is None:
+            return None
+        length = mask.shape[-1]
+        numbers = mask.new_full((*mask.shape[:-1], length + -length % 8), -torch.inf, dtype=dtype)
+        return numbers[..., :length].masked_fill_(mask, 0)
+
+    AttentionMaskInterface.register("sdpa", make_numbers)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("sdpa", make_mask)
 
 
 @changes("transformers:ProcessorMixin._process_images(self, images, kwargs)")

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.compat.guards import changes
 from harness.compat.peft import merge_for_generation
+from harness.compat.transformers import convert_masks_once
 
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -78,7 +79,7 @@ def generate_in_evaluation_mode() -> None:
                 generate = unwrapped.generate
             unwrapped.generate = functools.partial(generate, synced_gpus=accelerator.num_processes > 1)
         try:
-            with merge_for_generation(unwrapped, accelerator):
+            with merge_for_generation(unwrapped, accelerator), convert_masks_once():
                 yield unwrapped
         finally:
             if accelerator.is_fsdp2:

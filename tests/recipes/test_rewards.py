@@ -32,7 +32,7 @@ def sentences(shared):
 @pytest.mark.parametrize(
     ("trainer", "config", "flags"),
     [
-        ("GRPO", "1x3090", ["--global_batch_size", "16"]),  # of 20 rows, so step 3 begins the second epoch
+        ("GRPO", "1x3090", ["--global_batch_size", "16", "--dtype", "bfloat16"]),  # of 20 rows, so step 3 begins the second epoch
         ("GRPO", "4gpu_full_shard", ["--beta", "0.1", "--bf16", "false"]),
         ("RLOO", "1x3090", ["--use_peft", "false", "--learning_rate", "1e-3"]),
     ],

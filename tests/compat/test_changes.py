@@ -32,6 +32,7 @@ TESTED_ELSEWHERE = {
     "add_overrides": "run/test_batches.py::test_one_of_two_processes_cannot_read",
     "attention_of": "recipes/test_smoke.py::test_pair_trains_and_saves_a_model",
     "build_from_config": "commands/test_preview.py::test_every_recipe",
+    "convert_masks_once": "compat/test_peft.py::test_masks_that_are_converted_once_give_the_same_answers",
     "gather_once_per_step": "run/test_sharding.py::test_weights_that_stay_gathered",
     "generate_in_evaluation_mode": "recipes/test_rewards.py::test_reward_rises",
     "generate_on": "run/test_outputs.py::test_samples_of_an_adapter_with_offload",

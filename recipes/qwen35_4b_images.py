@@ -56,7 +56,7 @@ def main():
         num_train_epochs=1,
         max_length=4096,  # longer rows are left out: a part of an image has no meaning
         packing=False,  # rows with images cannot be packed
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=2,  # padded to the longer row
         dataloader_num_workers=2,  # they decode and shrink the next images while the GPU computes
         activation_checkpointing=True,
         learning_rate=1e-4,

@@ -3,6 +3,9 @@
 The grid: the configs that the run can use there × activation checkpointing × every micro-batch that divides
 `global_batch_size`. Of each setting (a config with or without checkpointing) the smallest micro-batch is simulated. From its
 memory follows the largest one that fits, and about how long a step takes with it. Those that could be the fastest are simulated.
+
+Compared is the root of the sum of squares of the seconds of GPU and host. It is nearer to seven runs on an H100 than the larger
+one of them (docs/measurements.md), and with fewer kernels it is smaller.
 """
 
 import dataclasses
@@ -20,6 +23,7 @@ from planner.roofline import step_seconds
 from planner.simulation import Refused, Simulation
 
 SIDE_BY_SIDE = 2  # simulations
+EQUAL = 1.03  # times as many seconds; no forecast was nearer to a measurement
 CLOSE = 1.1  # what could be within this factor of the fastest is simulated
 by_seconds = operator.attrgetter("seconds")
 COMPILING = 60.0  # seconds to compile the layers, as on the H100 of docs/measurements.md
@@ -32,11 +36,14 @@ class Candidate(NamedTuple):
 
     option: Option
     simulation: Simulation
-    seconds: float  # of a step
+    seconds: float  # of a step, `compared_seconds`
 
 
 def choose(machine: Machine, grid: Grid, simulate: Simulate, count: int = 3) -> list[Candidate]:
-    """The fastest option and `count` - 1 runners-up; [] if nothing fits. Raises UserError if every option was refused."""
+    """The fastest option and `count` - 1 runners-up; [] if nothing fits. Raises UserError if every option was refused.
+
+    Of equally fast ones, that of the first config.
+    """
     settings = list(grid.settings.values())
     first = [options[0] for options in settings]
     simulated = simulate(first)
@@ -47,8 +54,16 @@ def choose(machine: Machine, grid: Grid, simulate: Simulate, count: int = 3) -> 
     if not larger:
         raise UserError(simulated[0].reason)
     fitting = possible(machine, first, simulated)
-    candidates = try_larger(machine, larger, fitting, simulate)
-    return sorted(candidates, key=by_seconds)[:count]
+    candidates = sorted(try_larger(machine, larger, fitting, simulate), key=by_seconds)
+    equal = [one for one in candidates if one.seconds < EQUAL * candidates[0].seconds]
+    order = list(grid.settings)
+    equal.sort(key=lambda one: order.index(one.option.setting))
+    return [*equal[:1], *(one for one in candidates if one is not equal[0])][:count]
+
+
+def compared_seconds(card: Card, simulation: Simulation) -> float:
+    """Seconds of a step, in which GPU and host also wait for each other."""
+    return step_seconds(card, simulation, math.hypot)
 
 
 def larger_options(card: Card, options: list[Option], smallest: Simulation) -> list[tuple[float, Option]]:
@@ -67,7 +82,7 @@ def larger_options(card: Card, options: list[Option], smallest: Simulation) -> l
             moved = {kind: size / times for kind, size in step.moved.items()}
             fewer = dataclasses.replace(step, moved=moved, launches=step.launches / times)
             larger = dataclasses.replace(smallest, step=fewer)
-            found.append((step_seconds(card, larger), option))
+            found.append((compared_seconds(card, larger), option))
     return found
 
 
@@ -98,7 +113,7 @@ def possible(machine: Machine, options: list[Option], simulated: list[Simulation
     fitting = []
     for option, found in zip(options, simulated, strict=True):
         if is_possible(machine, found):
-            seconds = step_seconds(machine.card, found)
+            seconds = compared_seconds(machine.card, found)
             fitting.append(Candidate(option, found, seconds))
     return fitting
 

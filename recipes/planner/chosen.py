@@ -7,7 +7,7 @@ from typing import Any
 
 from harness import configs
 from planner import memory, roofline, summary
-from planner.choose import Candidate
+from planner.choose import Candidate, compared_seconds
 from planner.grid import Grid, Option
 from planner.machines import Machine
 from planner.simulation import Simulation
@@ -45,7 +45,7 @@ def command_line(recipe: str, machine: Machine, candidate: Candidate, arguments:
     if grid.nodes > 1:
         gpus = grid.processes // grid.nodes
         options = ["--nodes", str(grid.nodes), "--gpus-per-node", str(gpus)]
-        if signal := signal_seconds(roofline.step_seconds(machine.card, candidate.simulation)):
+        if signal := signal_seconds(compared_seconds(machine.card, candidate.simulation)):
             options += ["--signal", f"USR1@{signal}"]
         return shlex.join(["sbatch", *options, "launch.sh", *words[1:]])
     count = "" if grid.processes == config.num_processes else f"NPROC_PER_NODE={grid.processes} "
@@ -69,7 +69,7 @@ def describe(
                 "micro_batch": simulation.micro_batch,
                 "flags": shown_flags(option, grid),
                 "step_seconds": round(candidate.seconds, 3),
-                "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
+                "slower": round(max(0.0, candidate.seconds / candidates[0].seconds - 1), 3),
                 "gpu_gb": summary.gb(peak + memory.reserve(simulation, peak, machine.card)),
                 "host_gb": summary.gb(memory.needed_host_memory(simulation)),
             }
@@ -80,7 +80,7 @@ def describe(
 def on_machine(machine: Machine, simulation: Simulation) -> dict[str, Any]:
     """Time on the machine itself; "hours" is None if the number of steps is not known."""
     card = machine.card
-    seconds = roofline.step_seconds(card, simulation)
+    seconds = compared_seconds(card, simulation)
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
     return {
         "machine": machine.name,

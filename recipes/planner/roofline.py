@@ -8,6 +8,7 @@ compute. With offload, what the GPU waits for is added: the work of the host, an
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 from planner.cards import LAUNCH, LAUNCH_GENERATING, Card
 from planner.simulation import Simulation
@@ -23,9 +24,12 @@ ADD_ON_HOST = 0.85e-9  # copying gradients into new memory, and adding them to t
 PINNING = 4e9  # bytes/s; allocating pinned memory for the first gradients of every step; assumed
 
 
-def step_seconds(card: Card, simulation: Simulation) -> float:
-    """Seconds of one optimizer step, with the texts that are generated for it."""
-    return generating_seconds(card, simulation) + training_seconds(card, simulation)
+Together = Callable[[float, float], float]
+
+
+def step_seconds(card: Card, simulation: Simulation, together: Together = max) -> float:
+    """Seconds of one optimizer step, with the texts that are generated for it. `together`: of the seconds of GPU and host."""
+    return generating_seconds(card, simulation) + training_seconds(card, simulation, together=together)
 
 
 def generating_seconds(card: Card, simulation: Simulation) -> float:
@@ -35,12 +39,12 @@ def generating_seconds(card: Card, simulation: Simulation) -> float:
     return tokens * training_seconds(card, token, LAUNCH_GENERATING)
 
 
-def training_seconds(card: Card, simulation: Simulation, launch: float = LAUNCH) -> float:
+def training_seconds(card: Card, simulation: Simulation, launch: float = LAUNCH, together: Together = max) -> float:
     """Seconds of the forward and backward passes of a step, and of the optimizer. `launch`: of a kernel, by the host."""
     transfers, waiting = transfer_seconds(card, simulation)
     computing = compute_seconds(card, simulation)
     starting = simulation.step.launches * launch
-    return max(computing, transfers, starting) + waiting
+    return together(max(computing, transfers), starting) + waiting
 
 
 def compute_seconds(card: Card, simulation: Simulation) -> float:

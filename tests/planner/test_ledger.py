@@ -41,15 +41,6 @@ def test_allocations_are_counted_once():
     del product
 
 
-def test_resized_storage_is_counted_with_its_new_size():
-    with Ledger() as ledger, ledger.within(moment="forward"):
-        gathered = torch.zeros(MEGA)
-        gathered.untyped_storage().resize_(0)
-        torch.zeros(MEGA // 2)
-        gathered.untyped_storage().resize_(8 * MEGA)
-    assert ledger.peaks()["forward"].bytes == 8 * MEGA
-
-
 def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
     ledger = Ledger(vocabulary=1000)
     weight = torch.zeros(64, 1000)

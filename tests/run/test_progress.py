@@ -13,8 +13,9 @@ def test_loss_of_a_router_is_no_dataset():
     assert metrics.evaluation_losses(logs) == {"eval_loss": 2.0, "eval_code_loss": 1.5}
 
 
-def test_seconds_of_steps(build_trainer, monkeypatch):
+def test_seconds_of_steps(build_trainer, monkeypatch, capsys):
     """Start, evaluations and checkpoints are not in the time from which tokens per second are computed."""
+    monkeypatch.setattr(progress, "LONG", 3.9)  # after the second step, 4 s are left
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 
@@ -38,6 +39,7 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     trainer.evaluate = takes(1000.0, trainer.evaluate)
     trainer._save_checkpoint = takes(1000.0, trainer._save_checkpoint)
     trainer.train()
+    assert capsys.readouterr().out.count("A step takes 2 s on this CPU, the rest of the run 0:00:04.") == 1
     so_far = counted.so_far()
     assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 5000
     assert left == pytest.approx([3 * 2, 2 * 2, 2, 0])

@@ -25,6 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
+LONG = 1800  # seconds that are left of a run on a CPU, above which it prints what would be faster
 SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "rows_per_second")
 
 
@@ -88,10 +89,18 @@ class Progress(TrainerCallback):
         if torch.cuda.is_available() and (control.should_log or control.should_evaluate or control.should_save):
             torch.cuda.synchronize()  # the GPU's work for the steps so far is part of them
         now = time.monotonic()
-        self.seconds += now - self.running_since
+        of_step = now - self.running_since
+        self.seconds += of_step
         self.running_since = now
         steps = state.global_step - self.first_step
-        self.seconds_left = self.seconds / steps * (state.max_steps - state.global_step)
+        steps_left = state.max_steps - state.global_step
+        self.seconds_left = self.seconds / steps * steps_left
+        left = of_step * steps_left
+        if steps == 2 and args.device.type == "cpu" and left > LONG:  # the first step is slower than the others
+            print_once(
+                f"A step takes {of_step:.0f} s on this CPU, the rest of the run {datetime.timedelta(seconds=round(left))}. "
+                "Faster: fewer rows (--max_samples) or steps (--max_steps), shorter rows (--max_length), or a GPU"
+            )
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._log_with_checkpoint(args, state, control)

@@ -9,6 +9,8 @@ from harness.runs import GpuFeatures, Run
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from trl import ModelConfig, SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -21,13 +23,13 @@ FAMILIES = [
 ]
 
 
-def make_model(family: str) -> torch.nn.Module:
+def make_model(family: str, **sizes: int) -> torch.nn.Module:
     attention.register_varlen()
-    config = tiny.shrink(AutoConfig.for_model(family), TOKENS)
+    config = tiny.shrink(AutoConfig.for_model(family), TOKENS | sizes)
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
     set_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
 
 
 def packed_batch(*lengths: int) -> dict:
@@ -50,6 +52,30 @@ def test_forward_and_backward_are_those_of_sdpa(family):
     assert len(found["sdpa"]) == len(found["varlen"]) > 10
     for expected, value in zip(found["sdpa"], found["varlen"], strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item() + 1e-7)
+
+
+class CountIntegers(TorchDispatchMode):
+    """Counts the operators that return integers or booleans."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        self.count += isinstance(result, torch.Tensor) and not result.is_floating_point()
+        return result
+
+
+def test_ends_of_documents_are_computed_once_per_batch():
+    """Not in each layer, and the host reads none of them: of a fake tensor it could not."""
+    counts = []
+    for layers in (2, 4):
+        batch = packed_batch(9, 4)
+        with FakeTensorMode(allow_non_fake_inputs=True), CountIntegers() as counted:
+            model = make_model("qwen3", num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+            model.set_attn_implementation("varlen")
+            model(**batch, use_cache=False).loss.backward()
+        counts.append(counted.count)
+    assert counts[1] == counts[0] + 2, "in each layer one: the state of random numbers that the attention returns"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])

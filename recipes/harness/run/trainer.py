@@ -173,19 +173,22 @@ class RunTrainer(TrainerPrecision):
                 return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         labels = loss.labels(inputs)  # before the loss takes them out
         tokens = loss.tokens(inputs)
-        is_empty = tokens is not None and not int(tokens)
         check_unit(self, loss, tokens)
-        if is_empty:  # a mean over no token is NaN, and FSDP needs all processes to compute
-            inputs = inputs | {name: inputs[name].clamp(min=0) for name in ("labels", "shift_labels") if name in inputs}
+        if tokens is not None:
+            # A mean over no token is NaN, and FSDP needs all processes to compute. The host does not read the number: it would
+            # wait for the GPU.
+            is_empty = tokens == 0
+            names = {"labels", "shift_labels"} & inputs.keys()
+            inputs = inputs | {name: inputs[name].masked_fill(is_empty, 0) for name in names}
         count = labels.ne(-100).sum().clamp(min=1) if loss.own and labels is not None else None
         # Otherwise transformers multiplies it by the number of processes, and passes the number to the model.
         with changed(self.args, "average_tokens_across_devices", False), changed(self, "model_accepts_loss_kwargs", False):
             found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
         value, *outputs = found if return_outputs else [found]
-        if is_empty:
-            value = value * 0
-        elif self.model.training:
+        if self.model.training:
             value = loss.share_of_step(self, value, tokens, num_items_in_batch)
+        if tokens is not None:
+            value = value * ~is_empty
         if return_outputs:
             return (value, *outputs)
         return value

@@ -99,15 +99,17 @@ def read_number(path: Path) -> int | None:
     return None
 
 
-def end_run(code: int | None) -> NoReturn:
+def end_run(code: int | None, fails: bool = False) -> NoReturn:
     """Ends a process whose run ends: all processes have agreed on it, and each of them calls this.
 
-    `code`: None if another process has failed, which exits with a code of its own.
+    `code`: None if another process has failed, which exits with a code of its own. `fails`: that process is on another node.
+    With 0, torch's agent would wait 300 s for the agent there; on its own node, with another code, kill it before its message.
     """
     if code is None:
-        sys.exit(0 if _launched else 1)
-    record_end(code)
-    sys.exit(0 if _launched else code)
+        code = 1
+    else:
+        record_end(code)
+    sys.exit(0 if _launched and not fails else code)
 
 
 def _exit_quietly(number: int, frame: FrameType | None) -> None:

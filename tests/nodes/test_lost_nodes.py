@@ -55,6 +55,7 @@ def test_lost_node(on_nodes, machines, workdir, tmp_path):
 
     reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
     command[command.index("400")] = str(reached + 2)
-    for process, log in on_nodes(2, *command):
-        assert process.wait(timeout=120) == 0, log.read_text()
+    for more, code in (([], 0), (["--learning_rate", "1"], 2)):  # which the first process refuses, because the run is finished
+        for process, log in on_nodes(2, *command, *more):
+            assert process.wait(timeout=120) == code and "Traceback" not in log.read_text(), log.read_text()
     assert read(run)["resumed_from_step"] == reached and len(losses(run)) == reached + 2

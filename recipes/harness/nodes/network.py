@@ -103,7 +103,8 @@ def answer_of_first(question: str, find: Callable[[], T], first_of_node: bool = 
     except RuntimeError as error:
         exit_with_causes(error)
     if "exit_code" in content:
-        end_run(content["exit_code"])  # which this process only records if it is known
+        is_of_other_node = node == "all" and os.environ.get("GROUP_RANK", "0") != "0"
+        end_run(content["exit_code"], is_of_other_node)  # which this process only records if it is known
     return content["value"]
 
 

@@ -6,8 +6,6 @@ import shlex
 import shutil
 import subprocess
 
-from harness.start.claim import acquire
-
 import pytest
 from conftest import ROOT
 from filelock import FileLock
@@ -74,10 +72,8 @@ def bad(workdir, rehearse):
         shutil.copytree(complete, folder / name)
     os.truncate(folder / "half/model.safetensors", 100_000)
     (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
-    held = FileLock(folder / "busy/.lock")
-    acquire(held)
-    yield folder
-    held.release()
+    with FileLock(folder / "busy/.lock"):
+        yield folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0], *(case[2] if len(case) > 2 else [])]))

@@ -3,7 +3,7 @@
 import contextlib
 from types import SimpleNamespace
 
-from harness.compat.peft import merge_for_generation
+from harness.compat.peft import merge_for_generation, round_to
 from harness.compat.transformers import convert_masks_once
 from planner.ledger import Ledger
 
@@ -98,6 +98,7 @@ def test_small_changes_are_not_rounded_away():
         change = layer.weight.detach().float() - before
     kept, kept_if_rounded = ((found * delta).sum() / delta.square().sum() for found in (change, rounded))
     assert kept_if_rounded < 0.5 and kept == pytest.approx(1, abs=0.2)
+    assert round_to(torch.bfloat16, torch.full((9,), 2**31 - 1, dtype=torch.int32).view(torch.float32)).isnan().all()
 
 
 @pytest.mark.quick

@@ -107,6 +107,8 @@ def merge(source: Path, target: Path, uses_original: bool) -> None:
 
 def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
     """The unsharded tensors of a sharded checkpoint by name, in `dtype`, by default as they are."""
+    from harness.compat.peft import round_to
+
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
     from tqdm import tqdm
@@ -118,7 +120,7 @@ def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
         for name, entry in tqdm(reader.read_metadata().state_dict_metadata.items(), desc="Reading", unit="weight"):
             state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
             load(state, storage_reader=reader, no_dist=True)
-            weights[name] = state[name].to(dtype)
+            weights[name] = round_to(dtype or state[name].dtype, state[name])
     return weights
 
 
@@ -146,6 +148,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_original: bool) -> None:
     """Writes the model an adapter belongs to, with the adapter added to the weights that it was trained on."""
+    from harness.compat.peft import round_to
     from harness.compat.transformers import names_in_model
     from harness.model.models import FILES_OF_MODEL, INDEX, check_weights, weight_files
     from harness.model.quantized import read_quantization, read_source
@@ -191,7 +194,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
                     if isinstance(changed, tuple):
                         b, a, scaling = changed
                         changed = trained.float() + scaling * (b.float() @ a.float())
-                    merged[name] = changed.to(weight.dtype).contiguous()
+                    merged[name] = round_to(weight.dtype, changed).contiguous()
             save_file(merged, target / file.name, {"format": "pt"})
         if changes:
             raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.compat.peft import round_to
 from harness.folder import RUN, remove_link, sync
 from harness.messages import last_line, print_once
 from harness.model.models import dtype_of_files
@@ -157,7 +158,7 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, weight in state.items():
         if name not in tied:
-            weights[name] = weight.to(dtype) if dtype and weight.is_floating_point() else weight
+            weights[name] = round_to(dtype, weight) if dtype and weight.is_floating_point() else weight
     return weights
 
 

@@ -98,7 +98,7 @@ class Progress(TrainerCallback):
         left = of_step * steps_left
         if steps == 2 and args.device.type == "cpu" and left > LONG:  # the first step is slower than the others
             print_once(
-                f"A step takes {of_step:.0f} s on this CPU, the rest of the run {datetime.timedelta(seconds=round(left))}. "
+                f"A step takes {of_step:.0f} s on this CPU, the rest of the run {left / 3600:.1f} hours. "
                 "Faster: fewer rows (--max_samples) or steps (--max_steps), shorter rows (--max_length), or a GPU"
             )
 
@@ -124,12 +124,11 @@ class Progress(TrainerCallback):
         fields = {"loss_scale": scaler.get_scale()} if scaler else {}
         name = "tokens" if self.tokens else "rows"  # images, or other rows without tokens
         counted = getattr(self, name)
-        seconds = self.seconds
-        if seconds > self.logged_seconds:
-            speed = self.trainer.args.world_size * (counted - self.logged) / (seconds - self.logged_seconds)
+        if self.seconds > self.logged_seconds:
+            speed = self.trainer.args.world_size * (counted - self.logged) / (self.seconds - self.logged_seconds)
             fields[f"{name}_per_second"] = round(speed, 1)
         self.logged = counted
-        self.logged_seconds = seconds
+        self.logged_seconds = self.seconds
         return fields
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:
@@ -169,9 +168,7 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
         text = f"evaluation {text}"
     if "loss" in logs and seconds_left is not None:
         text += f", {datetime.timedelta(seconds=round(seconds_left))} left"
-    if text:
-        return f"step {step:,}/{steps:,}  {text}"
-    return ""
+    return text and f"step {step:,}/{steps:,}  {text}"
 
 
 class Profile(TrainerCallback):

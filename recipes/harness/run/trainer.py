@@ -178,8 +178,7 @@ class RunTrainer(TrainerPrecision):
             # A mean over no token is NaN, and FSDP needs all processes to compute. The host does not read the number: it would
             # wait for the GPU.
             is_empty = tokens == 0
-            names = {"labels", "shift_labels"} & inputs.keys()
-            inputs = inputs | {name: inputs[name].masked_fill(is_empty, 0) for name in names}
+            inputs = inputs | {name: inputs[name].masked_fill(is_empty, 0) for name in {"labels", "shift_labels"} & inputs.keys()}
         count = labels.ne(-100).sum().clamp(min=1) if loss.own and labels is not None else None
         # Otherwise transformers multiplies it by the number of processes, and passes the number to the model.
         with changed(self.args, "average_tokens_across_devices", False), changed(self, "model_accepts_loss_kwargs", False):

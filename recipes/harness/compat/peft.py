@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.compat.guards import changes
+from harness.rounding import round_to
 
 import torch
 
@@ -42,17 +43,3 @@ def merge_for_generation(model: torch.nn.Module, accelerator: Any) -> Iterator[N
         for layer, weight, original, on_host in kept:
             weight.data = original.copy_(on_host)
             layer.merged_adapters.clear()
-
-
-def round_to(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
-    """Trained values in the dtype that they are saved in; float32 becomes bf16 at random, the nearer of two the likelier.
-
-    To the nearest, most bf16 weights stay as they were after small changes, those of a young adapter or of a low learning rate:
-    8 % of the changes' effect remained, here 90 %.
-    """
-    if dtype is not torch.bfloat16 or values.dtype is not torch.float32:
-        return values.to(dtype)
-    generator = torch.Generator(values.device).manual_seed(0)  # a run's own random numbers stay as they are
-    noise = torch.randint(2**16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
-    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32).to(dtype)
-    return rounded.where(values.isfinite(), values.to(dtype))  # the sum of a NaN of CUDA is another number

@@ -85,7 +85,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
     except ValueError:
         copy_of_trl = None
     for template, conversation in ((marked, TWO_ANSWERS), (copy_of_trl, TWO_ANSWERS), (marked, ONE_ANSWER)):
-        if template and _renders_the_same(tokenizer, template, conversation):
+        text = _text_of(tokenizer, conversation)
+        if template and text is not None and text == _text_of(tokenizer, conversation, chat_template=template):
             return template
     raise ValueError(REASON)
 
@@ -105,11 +106,6 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if len(templates) == 1:
         return plain
     return "{%- if tools %}" + templates[1].removesuffix("\n") + "{% else %}" + plain + "{% endif %}"
-
-
-def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
-    """Whether `template` writes a conversation as the tokenizer's own template does."""
-    return None is not _text_of(tokenizer, conversation) == _text_of(tokenizer, conversation, chat_template=template)
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments, given: frozenset[str]) -> None:

@@ -309,11 +309,7 @@ def other_keys(turn: dict) -> list[str]:
 
 def turns_of(row: dict) -> list[dict]:
     """All turns of a converted row; [] of a row of texts."""
-    turns = []
-    for column in TURNS:
-        if isinstance(row.get(column), list):
-            turns += row[column]
-    return turns
+    return [turn for column in TURNS if isinstance(row.get(column), list) for turn in row[column]]
 
 
 def split_answers(row: dict) -> list[dict]:

@@ -311,9 +311,4 @@ def as_messages(row: dict) -> dict:
 
 def as_context(turns: list[dict]) -> list[dict]:
     """The same turns, none of which counts in the loss."""
-    found = []
-    for turn in turns:
-        if turn["role"] == "assistant":
-            turn = turn | {"train": False}
-        found.append(turn)
-    return found
+    return [turn | {"train": False} if turn["role"] == "assistant" else turn for turn in turns]

@@ -222,14 +222,11 @@ def usable_stream(rows: IterableDataset, conversion: Conversion) -> IterableData
     """The rows of a stream that are not skipped: examined, or of a recipe without formats as they are."""
     if conversion.format:
         columns = rows.column_names or list(next(iter(rows)))
-        return rows.map(examine_row_of_stream, fn_kwargs={"conversion": conversion}, remove_columns=columns).filter(_is_usable)
+        rows = rows.map(examine_row_of_stream, fn_kwargs={"conversion": conversion}, remove_columns=columns)
+        return rows.filter(operator.not_, input_columns=REASON)
     if conversion.keep:
         return rows.filter(conversion.keep)
     return rows
-
-
-def _is_usable(row: dict) -> bool:
-    return not row[REASON]
 
 
 def first_usable_rows(rows: Rows, split: str, source: Source, conversion: Conversion, count: int) -> list[dict]:
@@ -272,13 +269,11 @@ def hold_out_of_stream(rows: IterableDataset, count: int, is_small: bool) -> lis
     shards = rows.num_shards
     if shards > 1:
         # Blocks have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
-        is_counted = is_small or shards < 10
         known = 10 * count
-        if is_counted:
+        if is_small or shards < 10:
             known = len(list(rows.take(known)))
         wanted = min(count, max(1, known // 10))
-        last_shard = rows.shard(shards, shards - 1)
-        last = list(last_shard.take(wanted + 1))
+        last = list(rows.shard(shards, shards - 1).take(wanted + 1))
         if len(last) > wanted:  # a part of the stream may have this file or block only
             return last[:wanted]
     first = list(rows.take(10 * count))
@@ -515,12 +510,6 @@ def summarize(one: Opened, digests: frozenset[str]) -> dict[str, Any]:
     }
 
 
-def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of data.json for a mixture: the sums over the datasets, and `datasets` with what each has."""
-    total = {name: sum(summary[name] for summary in summaries) for name in NUMBERS}
-    return total | {"is_complete": all(summary["is_complete"] for summary in summaries), "datasets": summaries}
-
-
 def record(
     data: DataSettings,
     opened: list[Opened],
@@ -534,7 +523,8 @@ def record(
     """
     summary = summaries[0]
     if data.is_mixture:
-        summary = add_summaries(summaries)
+        summary = {name: sum(one[name] for one in summaries) for name in NUMBERS} | {"datasets": summaries}
+        summary["is_complete"] = all(one["is_complete"] for one in summaries)
     if isinstance(train, Dataset):
         summary["loaded_rows"] = len(train)
     summary["loaded_eval_rows"] = len(test)

@@ -294,14 +294,9 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     return files
 
 
-def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` has written a folder."""
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-
-
 def _open_saved(folder: Path, streaming: bool) -> dict[str, Rows] | None:
     """The splits of a folder that `save_to_disk` has written, None for another folder."""
-    if not _is_saved(folder):
+    if not (folder / "dataset_dict.json").is_file() and not (folder / "state.json").is_file():
         return None
     with hub_errors("dataset", str(folder)):
         saved = load_from_disk(str(folder))

@@ -108,15 +108,6 @@ def load_into_host_memory(load: Callable[..., PreTrainedModel], model_class: typ
     return load(name, **options | {"device_map": options.get("device_map") or HOST_MEMORY})
 
 
-def load_small_models() -> None:
-    """From here on, models have two layers, the vocabulary of the real model, and random weights.
-
-    For commands that run a recipe only until its trainer is built: the rows are tokenized for the real model, and loading 70B
-    would take an hour.
-    """
-    load_models_with(build_small_model)
-
-
 def build_small_model(
     load: Callable[..., PreTrainedModel],
     model_class: type[PreTrainedModel],
@@ -126,6 +117,8 @@ def build_small_model(
     dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
+    """A model of two layers with random weights, and with the vocabulary of the real one."""
+
     def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         return tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size})
 

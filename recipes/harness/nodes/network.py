@@ -158,14 +158,9 @@ def exit_if_connection_lost(error: Exception, step: int | None = None, resume: s
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and FROM_GLOO.search(str(error))):
         place = "" if step is None else f" at step {step}"
         lost = f"the connection to another process was lost{place} ({last_line(error)})"
-        if _can_start_again():
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
             _exit(lost, LOST, is_error=False)
         _exit(f"{lost}. {resume}".strip(), LOST)
-
-
-def _can_start_again() -> bool:
-    """Whether torch starts the processes again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def _exit(message: str, code: int, is_error: bool = True) -> NoReturn:

@@ -105,7 +105,7 @@ def only_report(what: str) -> Iterator[None]:
 def only_report_if_all(what: str, group: Any) -> Iterator[None]:
     """As `only_report`, for collective work, if all processes of the `group` fail. If only some do, the others wait for them.
 
-    `group`: of `make_group_for_failures`.
+    `group`: of all processes, with a short timeout.
     """
     from harness.run.stopping import all_failed  # here, because a launcher imports this module before torch
 

@@ -35,11 +35,8 @@ def own_metrics(logs: dict) -> dict[str, float]:
     trainers, and what a recipe logs itself. Of an evaluation, their names begin with `eval_`.
     """
     is_evaluation = any(name.startswith("eval_") for name in logs)
-    found = {}
-    for name, value in logs.items():
-        if type(value) in (int, float) and name.startswith("eval_") == is_evaluation and not KNOWN.fullmatch(name):
-            found[name] = value
-    return found
+    numbers = {name: value for name, value in logs.items() if type(value) in (int, float) and not KNOWN.fullmatch(name)}
+    return {name: value for name, value in numbers.items() if name.startswith("eval_") == is_evaluation}
 
 
 def metrics_of(results: dict) -> dict[str, float]:

@@ -98,7 +98,7 @@ class Progress(TrainerCallback):
         left = of_step * steps_left
         if steps == 2 and args.device.type == "cpu" and left > LONG:  # the first step is slower than the others
             print_once(
-                f"A step takes {of_step:.0f} s on this CPU, the rest of the run {left / 3600:.1f} hours. "
+                f"A step takes {of_step:.1f} s on this CPU, the rest of the run {left / 3600:.1f} hours. "
                 "Faster: fewer rows (--max_samples) or steps (--max_steps), shorter rows (--max_length), or a GPU"
             )
 

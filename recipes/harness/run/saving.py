@@ -7,12 +7,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.compat.peft import round_to
 from harness.folder import RUN, remove_link, sync
 from harness.messages import last_line, print_once
 from harness.model.models import dtype_of_files
 from harness.model.quantized import read_source
 from harness.rehearsal.tiny import has_vision_part
+from harness.rounding import round_to
 from harness.run.checkpoints import is_of_another_library
 from harness.run.sharding import adapters_of, config_of
 

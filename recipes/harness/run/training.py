@@ -1,5 +1,6 @@
 """A run, from the trainer that a recipe has built to the saved model: prepare, train, finish. And what is checked before."""
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,12 @@ from harness.run.stopping import (
     StopOnNan,
     StoppedInEvaluation,
     make_cpu_group,
-    make_group_for_failures,
 )
 from harness.run.trainer import RunTrainer, add_parts
 from harness.runs import Run, StartedRecipe
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset, IterableDataset
 from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback
@@ -93,7 +94,7 @@ def run_training(recipe: StartedRecipe) -> None:
 def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
     """Makes the trainer, whose model is not sharded yet, a `RunTrainer` with callbacks, ready to start or to resume.
 
-    Returns the group of `make_group_for_failures`.
+    Returns a group for `all_failed`.
     """
     trainer = recipe.trainer
     run = recipe.run
@@ -124,7 +125,9 @@ def prepare_training(recipe: StartedRecipe) -> ProcessGroup | None:
 
     # The checkpoint to resume from.
     group = make_cpu_group(args.ddp_timeout)
-    for_failures = make_group_for_failures()  # not after the training, where it could fail
+    if group is not None and dist.get_backend() == "gloo":  # transformers passes `ddp_timeout` to NCCL only
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=args.ddp_timeout))
+    for_failures = make_cpu_group(30)  # not after the training, where it could fail
     weights = WeightsOfModel(trainer.model)
     checkpoint = recover_checkpoints(args)
     if checkpoint:

@@ -316,9 +316,8 @@ def sources_of(script_args: ScriptArguments) -> list[Source]:
             f"{' '.join(['1'] * len(names))}, and if one has a --dataset_config, one for each, `default` for those without. "
             "Files of one dataset are a folder, or a glob in quotes"
         )
-    sources = []
-    for name, config, weight in zip(names, configs, weights, strict=True):
-        source = Source(
+    return [
+        Source(
             name,
             None if config == "default" else config,
             train_split=script_args.dataset_train_split,
@@ -327,8 +326,8 @@ def sources_of(script_args: ScriptArguments) -> list[Source]:
             display_name=name if config == "default" or len(names) == 1 else f"{name} {config}",
             weight=weight / sum(weights),
         )
-        sources.append(source)
-    return sources
+        for name, config, weight in zip(names, configs, weights, strict=True)
+    ]
 
 
 def set_dependent_values(

@@ -17,7 +17,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness.data import reading
 from harness.folder import DATA, LOCK, RESULTS, RUN, has_trained, newest_complete_checkpoint, read_json, trained_files, write_json
@@ -86,14 +86,6 @@ SETTINGS = {
 SCHEDULERS_WITH_STATE = {"reduce_lr_on_plateau", "greedy"}
 
 
-class Claim(NamedTuple):
-    """What all processes need to know of the run that the first one has claimed."""
-
-    date: str  # of its first start
-    commit: str  # of the model
-    teacher_commit: str | None  # None without a teacher, and in a rehearsal of a known one
-
-
 def claim_folder(run: Run, arguments: Arguments) -> tuple[Run, str]:
     """Makes the output directory this run's, and the arguments name the commits that it uses. Collective.
 
@@ -102,18 +94,18 @@ def claim_folder(run: Run, arguments: Arguments) -> tuple[Run, str]:
     _, training_args, _ = arguments
     output_dir = Path(training_args.output_dir)
     run = dataclasses.replace(run, lock=FileLock(output_dir / LOCK))
-    claim = Claim(*answer_of_first("claim", lambda: claim_run(run, arguments)))
-    use_commits(arguments, claim.commit, claim.teacher_commit)
+    date, *commits = answer_of_first("claim", lambda: claim_run(run, arguments))
+    use_commits(arguments, *commits)
     if run.nodes > 1 and training_args.save_strategy != "no":
         check_folder_is_shared(output_dir)
-    return run, claim.date
+    return run, date
 
 
-def claim_run(run: Run, arguments: Arguments) -> Claim:
+def claim_run(run: Run, arguments: Arguments) -> tuple[str, str, str | None]:
     """What the first process does: locks the output directory, compares run.json with this start, and writes it.
 
-    A run that continues uses the commits of its first start. Raises UserError for what the user can fix. Exits if the run is
-    finished. Prints what differs from what was asked for.
+    Returns the date of the run's first start, and the commits of model and teacher that it used, which a run that continues uses
+    again. Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for.
     """
     _, training_args, _ = arguments
     output_dir = Path(training_args.output_dir)
@@ -135,7 +127,7 @@ def claim_run(run: Run, arguments: Arguments) -> Claim:
     write_run(output_dir, before, identity | of_start)
     if run.tiny:
         tiny.print_notice(run.data, *arguments[1:])
-    return Claim(date, commit, teacher_commit)
+    return date, commit, teacher_commit
 
 
 def find_commits(run: Run, arguments: Arguments) -> tuple[str, str | None]:

@@ -30,7 +30,7 @@ PAGES[ROOT / "benchmarks/README.md"] = (ROOT / "benchmarks/README.md").read_text
 FLAGS_OF_OTHERS = {"logdir", "max-lora-rank", "jobid", "overlap"}  # of tensorboard, vLLM and srun
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [
-    ["launched", "messages", "torchvision_operators"],
+    ["launched", "messages", "rounding", "torchvision_operators"],
     ["compat"],
     ["configs", "folder", "hub", "runs"],
     ["nodes"],

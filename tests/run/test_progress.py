@@ -39,7 +39,7 @@ def test_seconds_of_steps(build_trainer, monkeypatch, capsys):
     trainer.evaluate = takes(1000.0, trainer.evaluate)
     trainer._save_checkpoint = takes(1000.0, trainer._save_checkpoint)
     trainer.train()
-    assert capsys.readouterr().out.count("A step takes 2 s on this CPU, the rest of the run 0.0 hours.") == 1
+    assert capsys.readouterr().out.count("A step takes 2.0 s on this CPU, the rest of the run 0.0 hours.") == 1
     so_far = counted.so_far()
     assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 5000
     assert left == pytest.approx([3 * 2, 2 * 2, 2, 0])

@@ -10,7 +10,7 @@ def round_to(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
     8 % of the changes' effect remained, here 90 %.
     """
     if dtype is not torch.bfloat16 or values.dtype is not torch.float32:
-        return values.to(dtype)
+        return values.to(dtype) if values.is_floating_point() else values
     generator = torch.Generator(values.device).manual_seed(0)  # a run's own random numbers stay as they are
     noise = torch.randint(2**16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32).to(dtype)

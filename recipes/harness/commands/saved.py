@@ -34,8 +34,8 @@ def check_has_model(folder: Path) -> bool:
     is_adapter = (folder / "adapter_config.json").is_file()
     if not is_adapter and not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} has no model and no adapter: pass the output directory of a finished run; ./launch.sh --merge makes a "
-            "model of a sharded checkpoint"
+            f"{folder} has no model and no adapter: pass the output directory of a finished run, or one of its checkpoints; "
+            "./launch.sh --merge makes a model of a sharded one"
         )
     return is_adapter
 

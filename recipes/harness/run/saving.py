@@ -158,7 +158,7 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, weight in state.items():
         if name not in tied:
-            weights[name] = round_to(dtype, weight) if dtype and weight.is_floating_point() else weight
+            weights[name] = round_to(dtype, weight) if dtype else weight
     return weights
 
 

@@ -158,7 +158,7 @@ def test_sft(smollm2, taught, tmp_path):
 
 @slow
 def test_lora_and_qlora(smollm2, teach, launch, tmp_path, shared):
-    """As the first test; with 4-bit weights too. Merged, plain transformers answers alike. `--verify` agrees, also on a GGUF file."""
+    """As the first test; with 4-bit weights too. Merged, transformers answers alike. `--verify` agrees, also on a GGUF file."""
     losses = []
     for flags in ([], ["--load_in_4bit"]):
         run = teach("smollm2_chat", ORDERS, HELD_OUT, "--use_peft", "--learning_rate", 2e-3, *flags)

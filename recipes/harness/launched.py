@@ -106,7 +106,7 @@ def end_run(code: int | None, fails: bool = False) -> NoReturn:
     With 0, torch's agent would wait 300 s for the agent there; on its own node, with another code, kill it before its message.
     """
     if code is None:
-        code = 3  # LOST: this node's launcher prints nothing
+        code = 3 if fails else 1  # 3 is LOST: the launcher of this node prints nothing
     else:
         record_end(code)
     sys.exit(0 if _launched and not fails else code)
